@@ -1,0 +1,246 @@
+"""The one line: `tiermem.attach(model, optimizer)`."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import itertools
+import logging
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from tiermem.bundle import Mode
+from tiermem.errors import InvalidArgument, TiermemError
+from tiermem.layout import arena_layout
+from tiermem.units import MIB, format_size, parse_size
+from tiermem_client import storage_swap
+from tiermem_client.address_space import Mechanism
+from tiermem_client.channel import dial, resolve_endpoint
+from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
+from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
+from tiermem_client.floors import main_floor
+from tiermem_client.grads import GradBook, GradHandle
+from tiermem_client.job import Job, close_all, remember
+from tiermem_client.private_copies import PrivateCopies
+from tiermem_client.residency import Residency
+from tiermem_client.saved_tensors import SavedTensorHooks
+from tiermem_client.session import MAIN, Session
+from tiermem_client.shadow import OptimizerForm, OptimizerProbe
+from tiermem_client.storage_swap import rehome
+from tiermem_client.unit_hooks import UnitHooks
+from tiermem_client.units import ManagedStorage, Unit, build_groups, collect_storages, discover_units
+from tiermem_client.updates import Updater
+
+_log = logging.getLogger("tiermem.attach")
+_DEFAULT_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 60.0
+_numbers = itertools.count(1)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    dram: int | str | None = None,
+    flash: str | os.PathLike[str] | None = None,
+    job: str | None = None,
+    endpoint: str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+) -> Job:
+    """Put a model's parameters, gradients and optimizer state into the tiered store; the training loop stays as it is.
+
+    `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all that the state needs,
+    if less; with a service its default share). `flash`: with an embedded daemon a directory, with a service the job's quota as a size;
+    default a private directory under TIERMEM_FLASH or the user's cache directory, removed at exit. `endpoint`: a service's socket, or
+    "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may be silent.
+
+    Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the floor does not fit),
+    DaemonUnavailable. After an error the model and the optimizer are as they were.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"attach expects a torch.nn.Module, not {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgument(f"attach expects a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    units = discover_units(model)
+    if not units:
+        raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
+    storages = collect_storages(model, units)
+    if any("_tiermem_job" in module.__dict__ for module in model.modules()):
+        raise InvalidArgument("this model is attached already; detach the first job before attaching again")
+    forms = _probe(optimizer, storages)
+    session, daemon, name = _open(dram, flash, job, endpoint, timeout_s, storages, forms)
+    residency = Residency(session)
+    book = GradBook(residency)
+    attached = Job(name, model, residency, storages, book, None, daemon, _fallbacks(session))
+    try:
+        _build(attached, units, optimizer, forms)
+        _adopt(attached, units, optimizer)
+        _hook(attached, units, optimizer)
+    except BaseException:
+        _abort(attached)
+        raise
+    remember(attached)
+    object.__setattr__(model, "_tiermem_job", attached)
+    attached.undo.append(lambda: object.__delattr__(model, "_tiermem_job"))
+    if not faulthandler.is_enabled() and sys.stderr is not None and _has_fileno():
+        faulthandler.enable()  # a stray access to bytes that are not resident is a fault: show the Python line
+    _log.info("job %r: %d units, %d tensors, %s of parameters; %s of DRAM", name, len(units), len(storages),
+              format_size(sum(s.nbytes for s in storages.values())), format_size(session.opened.arena_bytes))  # fmt: skip
+    return attached
+
+
+def _has_fileno() -> bool:
+    try:
+        sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def _probe(optimizer: torch.optim.Optimizer | None, storages: dict[int, ManagedStorage]) -> dict[nn.Parameter, OptimizerForm]:
+    """What the optimizer does with each managed parameter. Raises Unsupported before anything has changed."""
+    if optimizer is None:
+        return {}
+    managed = {m.parameter for s in storages.values() for m in s.parameters}
+    probe = OptimizerProbe(optimizer)
+    return {p: probe.form(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"] if p in managed and p.numel() > 0}
+
+
+def _open(dram: int | str | None, flash: str | os.PathLike[str] | None, job: str | None, endpoint: str | os.PathLike[str] | None,
+          timeout_s: float | None, storages: dict[int, ManagedStorage],
+          forms: dict[nn.Parameter, OptimizerForm]) -> tuple[Session, EmbeddedDaemon | None, str]:  # fmt: skip
+    environ = os.environ
+    silence_s = _timeout(timeout_s)
+    dram_bytes = 0 if dram is None else parse_size(dram)
+    socket = resolve_endpoint(endpoint, environ)
+    name = job or f"{Path(sys.argv[0] or 'python').stem or 'python'}-{os.getpid()}-{next(_numbers)}"
+    daemon, flash_bytes = None, 0
+    if socket is None:
+        dram_bytes = dram_bytes or _default_dram_bytes(storages, forms)
+        arena_layout(dram_bytes)  # raises for sizes that make no arena, before a process is started
+        daemon = EmbeddedDaemon(dram_bytes, None if flash is None else os.fspath(flash), environ, _START_TIMEOUT_S)
+        socket = daemon.socket
+    elif flash is not None:
+        flash_bytes = parse_size(os.fspath(flash))
+    try:
+        connection = dial(socket, silence_s)
+        try:
+            return Session(connection, name, dram_bytes, flash_bytes, silence_s), daemon, name
+        except BaseException:
+            connection.close()
+            raise
+    except BaseException:
+        if daemon is not None:
+            daemon.stop()
+        raise
+
+
+def _timeout(timeout_s: float | None) -> float:
+    text = os.environ.get("TIERMEM_TIMEOUT_S", "")
+    try:
+        value = timeout_s if timeout_s is not None else float(text) if text else _DEFAULT_TIMEOUT_S
+    except ValueError:
+        raise InvalidArgument(f"TIERMEM_TIMEOUT_S is {text!r}; give seconds, such as 20") from None
+    if not 0 < value < 86400:
+        raise InvalidArgument(f"a timeout of {value} s is outside 0 .. 86400")
+    return value
+
+
+def _default_dram_bytes(storages: dict[int, ManagedStorage], forms: dict[nn.Parameter, OptimizerForm]) -> int:
+    """All state and its slack where half of the free memory holds that, else half of the free memory."""
+    state = sum(s.nbytes for s in storages.values())
+    for parameter, form in forms.items():
+        state += parameter.numel() * (parameter.element_size() + form.state_bytes_per_element())
+    wanted = state + state // 8 + 64 * MIB
+    return int(min(wanted, psutil.virtual_memory().available // 2))
+
+
+def _fallbacks(session: Session) -> tuple[str, ...]:
+    found = []
+    if session.address_space.mechanism is not Mechanism.MREMAP:
+        found.append(f"address space: {session.address_space.mechanism}")
+    if storage_swap.self_test() is not storage_swap.Mechanism.SWAP:
+        found.append(f"storage: {storage_swap.self_test()}")
+    return tuple(found)
+
+
+def _build(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None, forms: dict[nn.Parameter, OptimizerForm]) -> None:
+    """Cut units into groups, declare all bundles, and be admitted with the floor that they imply."""
+    residency, session = job.residency, job.residency.session
+
+    def weight(storage: ManagedStorage) -> float:
+        state = sum(m.parameter.numel() * forms[m.parameter].state_bytes_per_element() for m in storage.parameters if m.parameter in forms)
+        return max(1.0, state / max(1, storage.nbytes))
+
+    for unit in units:
+        build_groups(unit, job.storages, residency, weight)
+    for unit in units:
+        keys = [storage_swap.storage_key(p) for m in unit.modules for p in _parameters_used(m, unit, units)]
+        groups = dict.fromkeys(job.storages[k].group for k in keys if k in job.storages)
+        unit.bundles = [b for g in dict.fromkeys([*unit.groups, *groups]) if g is not None for b in g.bundles]
+        for group in unit.groups:
+            job.book.prepare(group)
+    if optimizer is not None:
+        job.updater = Updater(optimizer, residency, job.book, [g for u in units for g in u.groups], forms)
+    frame_bytes = session.opened.frame_bytes
+    floor = main_floor(units, job.book, job.updater, lambda n: max(1, -(-n // frame_bytes)))
+    session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
+
+
+def _parameters_used(module: nn.Module, unit: Unit, units: list[Unit]) -> list[nn.Parameter]:
+    """A block uses all parameters inside it; a leftover module only its own, since the modules inside it are units themselves."""
+    others = {m for u in units if u is not unit for m in u.modules}
+    if any(child in others for child in module.modules() if child is not module):
+        return list(module.parameters(recurse=False))
+    return list(module.parameters())
+
+
+def _adopt(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
+    """Move bytes into the store: parameters, gradients that exist, optimizer state that exists."""
+    residency = job.residency
+    for unit in units:
+        for group in unit.groups:
+            residency.acquire(group.bundles, Mode.CREATE)
+            for storage in group.storages:
+                tensors = [m.parameter for m in storage.parameters]
+                rehome(storage.storage, storage.address, storage.nbytes, tensors=tensors)
+                job.adopted.append(storage)
+            for bundle in group.bundles:
+                bundle.written = True
+            residency.release(group.bundles)
+    for storage in job.storages.values():
+        for managed in storage.parameters:
+            grad = managed.parameter.grad
+            if grad is not None and type(grad) is not GradHandle:
+                managed.parameter.grad = job.book.put(managed, grad)
+    job.book.settle()
+    if job.updater is not None:
+        job.updater.adopt()
+
+
+def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
+    saved = SavedTensorHooks(job.residency, job.storages, job.book.settle)
+    hooks = UnitHooks(job.residency, saved, job.book)
+    copies = PrivateCopies(default_flash_directory(os.environ))
+    job.undo.append(hooks.install(job.model, units))
+    job.undo.append(ModelCheckpoints(job.residency, job.storages, copies).install(job.model))
+    job.undo.append(job.book.install(job.storages.values()))
+    if optimizer is not None and job.updater is not None:
+        job.undo.append(job.updater.install())
+        job.undo.append(OptimizerCheckpoints(job.residency, job.updater, copies).install(optimizer))
+
+
+def _abort(job: Job) -> None:
+    """Put back what was moved, and end the session; the first error is the one to report."""
+    try:
+        job.abandon()
+    except TiermemError as error:
+        _log.error("job %r: %s while undoing a failed attach", job.name, error)
+
+
+atexit.register(close_all)

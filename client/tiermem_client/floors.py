@@ -1,0 +1,41 @@
+"""The largest set of bundles that a lane uses together: what the daemon must promise before anything runs (no hold-and-wait)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from tiermem_client.grads import GradBook
+from tiermem_client.residency import Bundle
+from tiermem_client.units import Unit
+from tiermem_client.updates import Updater
+
+
+def main_floor(units: Iterable[Unit], book: GradBook, updater: Updater | None, frames_for: Callable[[int], int]) -> list[Bundle]:
+    """The set with most frames among: a unit's forward inside the units around it; a group's backward with its gradients beside them;
+    one group's update."""
+    units = list(units)
+    around = _around(units)
+    sets: list[list[Bundle]] = []
+    for unit in units:
+        outer = [b for u in around.get(unit, ()) for b in u.bundles]
+        inside = list(dict.fromkeys([*outer, *unit.bundles]))
+        sets.append(inside)
+        for group in unit.groups:
+            for store in book.stores.get(group, ()):
+                sets.append(list(dict.fromkeys([*inside, *store.bundles])))
+    if updater is not None:
+        sets += updater.working_sets()
+    return max(sets, key=lambda s: sum(frames_for(b.spec.nbytes) for b in s), default=[])
+
+
+def _around(units: list[Unit]) -> dict[Unit, list[Unit]]:
+    """For each unit, the units whose modules contain one of its modules: their forward runs around its own."""
+    inner: dict[nn.Module, list[Unit]] = {}
+    for unit in units:
+        for module in unit.modules:
+            for child in module.modules():
+                if child is not module:
+                    inner.setdefault(child, []).append(unit)
+    return {u: list(dict.fromkeys(o for m in u.modules for o in inner.get(m, ()) if o is not u)) for u in units}

@@ -1,0 +1,320 @@
+"""Gradients that live in the store: `p.grad` is a handle, a tensor without bytes, and every operation on it streams the real ones.
+
+A *slot* is one parameter's place in its group's GRAD bundles. Zeroing a handle does no I/O: the slot is marked zero, and bundles whose slots
+are all zero or dropped are discarded. Bundles stay leased while operations stay in one group (a hundred `add_` of one block are one
+lease) and are committed when another group is touched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from tiermem.bundle import Kind, Mode, TensorSpec
+from tiermem.errors import TiermemError, Unsupported
+from tiermem.layout import TENSOR_ALIGN_BYTES
+from tiermem.units import round_up
+from tiermem_client.residency import Bundle, Residency
+from tiermem_client.storage_swap import alias
+from tiermem_client.units import Group, ManagedParameter, ManagedStorage
+
+
+@dataclass(slots=True, eq=False)
+class GradSlot:
+    """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies there."""
+
+    store: GradStore
+    managed: ManagedParameter
+    offset_bytes: int
+    nbytes: int
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    owners: int = 0
+    zero: bool = True
+
+    @property
+    def real(self) -> torch.Tensor:
+        """A tensor over the slot's bytes; valid while the group's bundles are leased."""
+        return alias(self.store.bundles[0].range.address + self.offset_bytes, self.nbytes, self.dtype, self.managed.shape, self.stride, 0)
+
+
+@dataclass(slots=True, eq=False)
+class GradStore:
+    """The GRAD bundles of one group: one, or a tile for each PARAM tile."""
+
+    group: Group
+    bundles: list[Bundle]
+    slots: dict[torch.nn.Parameter, GradSlot]
+
+    @property
+    def stored(self) -> bool:
+        return self.bundles[0].bundle_id is not None
+
+
+@dataclass(slots=True, eq=False)
+class GradBook:
+    """All gradients of a job, and the lease that is kept while operations stay within one group."""
+
+    residency: Residency
+    stores: dict[Group, list[GradStore]] = field(default_factory=dict)
+    _kept: GradStore | None = None
+
+    def install(self, storages: Iterable[ManagedStorage]) -> Callable[[], None]:
+        """Take over every gradient as autograd accumulates it; returns the undo."""
+        handles = [m.parameter.register_post_accumulate_grad_hook(_Accumulated(self, m)) for s in storages for m in s.parameters
+                   if m.parameter.is_leaf]  # fmt: skip
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    # -- slots
+
+    def prepare(self, group: Group) -> None:
+        """Declare the group's GRAD bundles for the parameters that require gradients now."""
+        first = next((m for m in group.parameters if m.parameter.requires_grad and m.parameter.is_floating_point()), None)
+        if first is not None:
+            members = [m for m in group.parameters if m.parameter.requires_grad]
+            self.stores[group] = [self._new_store(group, members, None, first)]
+
+    def slot_for(self, managed: ManagedParameter, grad: torch.Tensor) -> GradSlot:
+        """The parameter's slot, fit for this gradient; a group's first gradient makes slots for all that can have one now."""
+        group = managed.storage.group
+        assert group is not None
+        for store in self.stores.get(group, ()):
+            slot = store.slots.get(managed.parameter)
+            if slot is not None:
+                if slot.dtype != grad.dtype:
+                    raise Unsupported(f"the gradient of {managed.name!r} is {grad.dtype}, the one before was {slot.dtype}; keep one dtype")
+                return slot
+        taken = {p for store in self.stores.get(group, ()) for p in store.slots}
+        members = [m for m in group.parameters if m.parameter not in taken and (m is managed or m.parameter.requires_grad)]
+        store = self._new_store(group, members, grad.dtype if grad.dtype != managed.parameter.dtype else None, managed)
+        self.stores.setdefault(group, []).append(store)
+        return store.slots[managed.parameter]
+
+    def _new_store(self, group: Group, members: list[ManagedParameter], odd: torch.dtype | None, first: ManagedParameter) -> GradStore:
+        store = GradStore(group, [], {})
+        offset, specs = 0, []
+        for member in members:
+            dtype = odd if odd is not None and member is first else member.parameter.dtype
+            nbytes = member.parameter.numel() * dtype.itemsize
+            store.slots[member.parameter] = GradSlot(store, member, offset, nbytes, _dense_stride(member), dtype)
+            specs.append(TensorSpec(member.name, str(dtype).removeprefix("torch."), member.shape, offset, nbytes))
+            offset += round_up(max(1, nbytes), TENSOR_ALIGN_BYTES)
+        if group.tiled:
+            step = group.tile_elements * specs[0].nbytes // max(1, members[0].parameter.numel())
+            requests = [(Kind.GRAD, group.unit, min(step, offset - start), (TensorSpec(first.name, specs[0].dtype, (), 0, min(step, offset - start)),))
+                        for start in range(0, offset, step)]  # fmt: skip
+        else:
+            requests = [(Kind.GRAD, group.unit, offset, tuple(specs))]
+        store.bundles = self.residency.new_bundles(requests)
+        return store
+
+    # -- access
+
+    def keep(self, store: GradStore) -> None:
+        """Lease all bundles of the store for writing, until another store or `settle`; the one kept before is committed and released."""
+        with self.residency.session.lock:
+            if self._kept is store:
+                return
+            self.settle()
+            self.residency.acquire(store.bundles, Mode.UPDATE if store.stored else Mode.CREATE)
+            self._kept = store
+
+    def settle(self) -> None:
+        """Commit and release what is kept."""
+        with self.residency.session.lock:
+            if self._kept is not None:
+                kept, self._kept = self._kept, None
+                self.residency.release(kept.bundles)
+
+    def writable(self, slot: GradSlot) -> torch.Tensor:
+        """The real bytes, to be changed now; zeros where the slot is zero."""
+        self.keep(slot.store)
+        real = slot.real
+        if slot.zero:
+            real.zero_()
+            slot.zero = False
+        self._written(slot)
+        return real
+
+    def readable(self, slot: GradSlot) -> torch.Tensor:
+        """The real bytes, to be read now; fresh zeros without I/O where the slot is zero."""
+        if slot.zero:
+            return torch.empty_strided(slot.managed.shape, slot.stride, dtype=slot.dtype).zero_()
+        self.keep(slot.store)
+        return slot.real
+
+    def put(self, managed: ManagedParameter, grad: torch.Tensor) -> GradHandle:
+        """Take over a gradient that autograd made: its bytes go to the store, the caller's tensor may be freed."""
+        if grad.layout != torch.strided:
+            raise Unsupported(f"the gradient of {managed.name!r} is {grad.layout}; tiermem stores dense gradients only (use sparse=False)")
+        slot = self.slot_for(managed, grad)
+        self.keep(slot.store)
+        slot.real.copy_(grad)
+        slot.zero = False
+        self._written(slot)
+        return GradHandle(self, slot)
+
+    def zero(self, slot: GradSlot) -> None:
+        """Make the gradient zeros, without I/O."""
+        slot.zero = True
+        self._discard_if_idle(slot.store)
+
+    def drop(self, slot: GradSlot) -> None:
+        """A handle is gone."""
+        slot.owners -= 1
+        if slot.owners == 0:
+            slot.zero = True
+            self._discard_if_idle(slot.store)
+
+    def _written(self, slot: GradSlot) -> None:
+        for bundle in slot.store.bundles:
+            bundle.written = True
+
+    def _discard_if_idle(self, store: GradStore) -> None:
+        if store.stored and all(s.zero for s in store.slots.values()):
+            with self.residency.session.lock:
+                if self._kept is store:
+                    self.settle()
+                if all(bundle.holders == 0 for bundle in store.bundles):
+                    self.residency.discard(store.bundles)
+
+
+def _dense_stride(member: ManagedParameter) -> tuple[int, ...]:
+    """A parameter's own strides where they are dense (autograd's layout contract), else row-major ones."""
+    parameter = member.parameter
+    if torch.ops.aten.is_non_overlapping_and_dense.default(torch.empty_strided(member.shape, member.stride, device="meta")):
+        return member.stride
+    return tuple(torch.empty(parameter.shape, device="meta").stride())
+
+
+class GradHandle(torch.Tensor):
+    """What `p.grad` is while the gradient lives in the store: shape, dtype and device of the real one, no bytes.
+
+    Every operation leases the bytes, runs on the real tensor and is done with it; lists (`_foreach`) go one element at a time, so memory
+    stays bounded. A handle that dies frees its gradient.
+    """
+
+    _book: GradBook
+    slot: GradSlot
+
+    @staticmethod
+    def __new__(cls, book: GradBook, slot: GradSlot) -> GradHandle:
+        return torch.Tensor._make_wrapper_subclass(cls, slot.managed.shape, strides=slot.stride, dtype=slot.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, book: GradBook, slot: GradSlot) -> None:
+        self._book, self.slot = book, slot
+        slot.owners += 1
+        weakref.finalize(self, book.residency.later, _Drop(book, slot)).atexit = False
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"GradHandle({self.read().clone()!r})"
+
+    def read(self) -> torch.Tensor:
+        """The real gradient, for reading until another group's gradient is touched."""
+        return self._book.readable(self.slot)
+
+    def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
+        return self.read().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # type: ignore[override]
+        return self.read().clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name == "aten::detach":
+            return GradHandle(args[0]._book, args[0].slot)
+        if name in ("aten::zero_", "aten::_foreach_zero_"):
+            for handle in pytree.tree_leaves(args[0]):
+                if isinstance(handle, GradHandle):
+                    handle._book.zero(handle.slot)
+                else:
+                    handle.zero_()
+            return args[0] if name == "aten::zero_" else None
+        if name.startswith(("aten::_foreach", "aten::_amp_foreach")):
+            return _one_by_one(func, args, kwargs)
+        return _run(func, args, kwargs)
+
+
+@dataclass(slots=True, frozen=True)
+class _Accumulated:
+    """The hook of one parameter: autograd has made or added a gradient."""
+
+    book: GradBook
+    managed: ManagedParameter
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None and type(grad) is not GradHandle:
+            parameter.grad = self.book.put(self.managed, grad)
+
+
+@dataclass(slots=True, frozen=True)
+class _Drop:
+    book: GradBook
+    slot: GradSlot
+
+    def __call__(self) -> None:
+        self.book.drop(self.slot)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """One operation on real tensors; what the schema says is written is committed with its group."""
+    schema = func._schema.arguments
+    written = {id(h) for i, a in enumerate(args) if schema[i].alias_info is not None and schema[i].alias_info.is_write
+               for h in pytree.tree_leaves(a) if isinstance(h, GradHandle)}  # fmt: skip
+    written |= {id(h) for a in schema if a.name in kwargs and a.alias_info is not None and a.alias_info.is_write
+                for h in pytree.tree_leaves(kwargs[a.name]) if isinstance(h, GradHandle)}  # fmt: skip
+    handles = {id(h): h for h in pytree.tree_leaves((args, kwargs)) if isinstance(h, GradHandle)}
+    stores = {h.slot.store for h in handles.values() if not h.slot.zero or id(h) in written}
+    if len({h.slot.store for h in handles.values() if id(h) in written}) > 1:
+        raise Unsupported(f"{func} writes gradients of several parameter groups at once; write them one after another")
+    real: dict[int, torch.Tensor] = {}
+    for key, handle in sorted(handles.items(), key=lambda item: item[0] in written):
+        if key in written:
+            real[key] = handle._book.writable(handle.slot)
+        else:  # only one group is leased at a time: an operand of another one is copied out first
+            tensor = handle._book.readable(handle.slot)
+            real[key] = tensor.clone() if len(stores) > 1 else tensor
+    swap: Callable[[Any], Any] = lambda a: real.get(id(a), a)  # noqa: E731
+    out = func(*pytree.tree_map(swap, list(args)), **pytree.tree_map(swap, dict(kwargs)))
+    back = {id(tensor): handles[key] for key, tensor in real.items()}
+    return pytree.tree_map(lambda o: back.get(id(o), o) if isinstance(o, torch.Tensor) else o, _unaliased(out, real.values()))
+
+
+def _unaliased(out: Any, real: Iterable[torch.Tensor]) -> Any:
+    """Views of a gradient would point at bytes that leave: hand out copies of them."""
+    storages = {t.untyped_storage()._cdata: id(t) for t in real}
+    same = {id(t) for t in real}
+
+    def own(tensor: Any) -> Any:
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in same and tensor.untyped_storage()._cdata in storages:
+            return tensor.clone()
+        return tensor
+
+    return pytree.tree_map(own, out)
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """A list operation element by element: bitwise the same, and one gradient is leased at a time."""
+    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple) and a and isinstance(a[0], torch.Tensor)]
+    if not lists:
+        raise TiermemError(f"{func} on gradients in an unknown form")
+    length = len(args[lists[0]])
+    outs = []
+    for j in range(length):
+        row = [[a[j]] if i in lists or (isinstance(a, list | tuple) and len(a) == length) else a for i, a in enumerate(args)]
+        outs.append(_run(func, row, kwargs))
+    return None if outs[0] is None else [o[0] for o in outs]

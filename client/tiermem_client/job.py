@@ -1,0 +1,168 @@
+"""What `attach` returns: the job's statistics, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from tiermem.bundle import Mode
+from tiermem.errors import TiermemError
+from tiermem.stats import LinkStats, TierStats
+from tiermem_client.address_space import AddressSpaceStats
+from tiermem_client.embedded import EmbeddedDaemon
+from tiermem_client.grads import GradBook, GradHandle
+from tiermem_client.residency import Residency, ResidencyStats
+from tiermem_client.storage_swap import evacuate
+from tiermem_client.units import ManagedStorage
+from tiermem_client.updates import Updater
+
+_log = logging.getLogger("tiermem.job")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerStats:
+    """One instant of a job, the daemon's counters and the trainer's.
+
+    `hits` and `misses` are demands answered at once and after a transfer; `local` are acquisitions that needed no demand. `stall_s` is the
+    time in which the script waited for the daemon. `fallbacks` names every mechanism that is not the first choice.
+    """
+
+    job: str
+    hits: int
+    misses: int
+    creates: int
+    stall_s: float
+    links: dict[str, LinkStats]
+    tiers: dict[str, TierStats]
+    bytes_by_kind: dict[str, int]
+    evictions: dict[str, int]
+    dirty_bytes: int
+    leases: int
+    residency: ResidencyStats
+    address_space: AddressSpaceStats
+    fallbacks: tuple[str, ...] = ()
+
+    @property
+    def hit_ratio(self) -> float:
+        """Share of demands that did not wait for a transfer; 1.0 before the first."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A running attachment. `detach` gives the tensors back to ordinary memory; a context manager does that at its end."""
+
+    name: str
+    model: nn.Module
+    residency: Residency
+    storages: dict[int, ManagedStorage]
+    book: GradBook
+    updater: Updater | None
+    daemon: EmbeddedDaemon | None
+    fallbacks: tuple[str, ...] = ()
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    adopted: list[ManagedStorage] = field(default_factory=list)  # storages whose bytes are in the store
+    attached: bool = True
+
+    def stats(self) -> TrainerStats:
+        """Counters of this job, from the daemon and from here. Raises DaemonUnavailable or DaemonTimeout."""
+        table: dict[str, Any] = json.loads(self.residency.session.status())["jobs"][0]
+        with self.residency.session.lock:
+            space = self.residency.session.address_space.stats()
+            stall_s = self.residency.session.stall_s
+            mine = ResidencyStats(self.residency.stats.local, self.residency.stats.demands, self.residency.stats.commits)
+        return TrainerStats(
+            job=self.name, hits=table["hits"], misses=table["misses"], creates=table["creates"], stall_s=stall_s,
+            links={k: LinkStats(**v) for k, v in table["links"].items()}, tiers={k: TierStats(**v) for k, v in table["tiers"].items()},
+            bytes_by_kind=table["bytes_by_kind"], evictions=table["evictions"], dirty_bytes=table["dirty_bytes"], leases=table["leases"],
+            residency=mine, address_space=space, fallbacks=self.fallbacks,
+        )  # fmt: skip
+
+    def detach(self) -> None:
+        """Bring every parameter, gradient and state tensor into ordinary memory, remove all hooks and end the session. Idempotent.
+
+        The memory must have room for all of them. After an error nothing more is moved, and the session is ended.
+        """
+        if not self.attached:
+            return
+        self.attached = False
+        try:
+            self._give_back()
+        finally:
+            self._end()
+
+    def close(self) -> None:
+        """End the session without bringing anything back: the tensors are gone, touching one is a fault. For a process that exits."""
+        if self.attached:
+            self.attached = False
+            self._end()
+
+    def abandon(self) -> None:
+        """Undo a failed attach: bring back what was moved, then end the session."""
+        self.attached = False
+        try:
+            self._give_back()
+        finally:
+            self._end()
+
+    def _give_back(self) -> None:
+        while self.undo:
+            self.undo.pop()()
+        for storage in self.storages.values():
+            for managed in storage.parameters:
+                handle = managed.parameter.grad
+                if isinstance(handle, GradHandle):
+                    managed.parameter.grad = handle.read().clone()
+        self.book.settle()
+        if self.updater is not None:
+            self.updater.give_back()
+        while self.adopted:
+            group = self.adopted[-1].group
+            assert group is not None
+            self.residency.acquire(group.bundles, Mode.READ)
+            while self.adopted and self.adopted[-1].group is group:
+                storage = self.adopted.pop()
+                evacuate(storage.storage, tensors=[m.parameter for m in storage.parameters])
+            self.residency.release(group.bundles)
+
+    def _end(self) -> None:
+        with contextlib.suppress(ValueError):
+            _live.remove(self)
+        try:
+            self.residency.session.close()
+        finally:
+            if self.daemon is not None:
+                self.daemon.stop()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, TiermemError):
+            self.close()
+        else:
+            self.detach()
+
+
+_live: list[Job] = []
+
+
+def remember(job: Job) -> None:
+    """Jobs that the interpreter's exit must end."""
+    _live.append(job)
+
+
+def close_all() -> None:
+    """At exit: end what was not detached."""
+    for job in list(_live):
+        try:
+            job.close()
+        except TiermemError as error:
+            _log.warning("job %r did not end cleanly: %s", job.name, error)

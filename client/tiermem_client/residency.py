@@ -1,0 +1,189 @@
+"""Bundles as the trainer sees them: one address range for life, leases by count, commits before releases.
+
+A bundle is readable exactly while it is leased; otherwise its addresses are PROT_NONE. Everything here is guarded by the session's lock,
+the client lock; waiting for the daemon releases it, so state is looked at again afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
+from tiermem.errors import TiermemError
+from tiermem.grants.table import Lease
+from tiermem_client.address_space import Range
+from tiermem_client.session import Session
+
+
+@dataclass(slots=True, eq=False)
+class Bundle:
+    """A bundle of this job. `range` and `offset_bytes` are its place for life (tiles of one tensor share a range, side by side).
+
+    `bundle_id` is None while it holds no bytes in the store. `written`: bytes changed under the present lease, commit owed.
+    """
+
+    spec: BundleSpec
+    range: Range
+    offset_bytes: int = 0
+    bundle_id: int | None = None
+    version: int = 0
+    lease: Lease | None = None
+    holders: int = 0
+    written: bool = False
+    asking: bool = False
+
+    @property
+    def address(self) -> int:
+        return self.range.address + self.offset_bytes
+
+    @property
+    def readable(self) -> bool:
+        return self.lease is not None
+
+    @property
+    def writable(self) -> bool:
+        return self.lease is not None and self.lease.mode.writes
+
+
+@dataclass(slots=True)
+class ResidencyStats:
+    """Counts since attach: acquisitions answered by a lease that was held already, and those that asked the daemon."""
+
+    local: int = 0
+    demands: int = 0
+    commits: int = 0
+
+
+@dataclass(slots=True)
+class Residency:
+    """All methods take the client lock themselves; the lock is reentrant, so a caller may hold it over several of them."""
+
+    session: Session
+    stats: ResidencyStats = field(default_factory=ResidencyStats)
+    _specs: int = 0
+    _unreferenced: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def new_bundles(self, requests: Sequence[tuple[Kind, str, int, tuple[TensorSpec, ...]]]) -> list[Bundle]:
+        """Declare bundles side by side in one range, in order; all but the last must be whole frames long."""
+        frame_bytes = self.session.opened.frame_bytes
+        with self.session.lock:
+            total = sum(nbytes for _, _, nbytes, _ in requests)
+            range_ = self.session.address_space.reserve(total)
+            bundles, offset = [], 0
+            for kind, unit, nbytes, tensors in requests:
+                if offset % frame_bytes:
+                    raise TiermemError(f"a tile of {unit!r} begins at byte {offset}, which is not a whole frame of {frame_bytes}")
+                self._specs += 1
+                bundles.append(Bundle(BundleSpec(self._specs, kind, unit, nbytes, tensors), range_, offset))
+                offset += nbytes
+            self.session.declare([bundle.spec for bundle in bundles])
+            return bundles
+
+    def acquire(self, bundles: Iterable[Bundle], mode: Mode) -> None:
+        """Lease each bundle in READ, UPDATE or CREATE mode, one holder more. On an error none of them is held."""
+        held: list[Bundle] = []
+        with self.session.lock:
+            self.run_unreferenced()
+            try:
+                for bundle in bundles:
+                    self._acquire_one(bundle, mode)
+                    held.append(bundle)
+            except BaseException:
+                self.release(held)
+                raise
+
+    def _acquire_one(self, bundle: Bundle, mode: Mode) -> None:
+        while bundle.asking:  # another thread's demand for it is open
+            self.session.lock.wait(1.0)
+            if not self.session.alive:
+                break
+        if bundle.lease is not None and bundle.lease.mode.covers(mode):
+            self.stats.local += 1
+            bundle.holders += 1
+            return
+        create = bundle.bundle_id is None
+        if create and mode != Mode.CREATE:
+            raise TiermemError(f"{bundle.spec} holds no bytes and was asked for {mode.name}")
+        self.stats.demands += 1
+        bundle.asking = True
+        try:
+            lease = self.session.demand(bundle.spec.spec_id if create else self._id(bundle), mode, bundle.spec)
+        finally:
+            bundle.asking = False
+            self.session.lock.notify_all()
+        old = bundle.lease
+        if old is None:
+            self.session.address_space.map(bundle.range, bundle.offset_bytes, lease.grant.runs)
+        bundle.lease, bundle.bundle_id, bundle.version = lease, lease.grant.bundle, lease.grant.version
+        bundle.holders += 1
+        if old is not None:  # an upgrade: the reading lease of the same frames ends
+            self.session.done(old.grant.serial)
+
+    def _id(self, bundle: Bundle) -> int:
+        assert bundle.bundle_id is not None
+        return bundle.bundle_id
+
+    def commit(self, bundles: Iterable[Bundle]) -> None:
+        """Make what was written under the present leases the newest version, as one transaction. They stay leased for reading."""
+        with self.session.lock:
+            written = [bundle for bundle in bundles if bundle.written]
+            if not written:
+                return
+            updated = []
+            for bundle in written:
+                assert bundle.lease is not None and bundle.lease.mode.writes, f"{bundle.spec} was written without a lease for it"
+                bundle.version += 1
+                bundle.written = False
+                updated.append((bundle.lease.grant.serial, bundle.version))
+            self.session.commit(updated)
+            self.stats.commits += 1
+
+    def release(self, bundles: Iterable[Bundle]) -> None:
+        """One holder less; the last one commits what was written and ends the lease, and the addresses are PROT_NONE again."""
+        with self.session.lock:
+            ended = []
+            for bundle in bundles:
+                bundle.holders -= 1
+                assert bundle.holders >= 0, f"{bundle.spec} is released more often than acquired"
+                if bundle.holders == 0 and bundle.lease is not None:
+                    ended.append(bundle)
+            if not self.session.alive:  # nothing can be sent any more, and nothing that was written is lost by us
+                return
+            self.commit(ended)
+            for bundle in ended:
+                lease = bundle.lease
+                assert lease is not None
+                self.session.address_space.unmap(bundle.range, bundle.offset_bytes, lease.grant.runs)
+                bundle.lease = None
+                self.session.done(lease.grant.serial)
+                if bundle.version == 0:  # created, but nothing was written: the store has forgotten it
+                    bundle.bundle_id = None
+
+    def discard(self, bundles: Iterable[Bundle]) -> None:
+        """Free bundles that nobody holds; they may be created again. Bundles without bytes are passed over."""
+        with self.session.lock:
+            gone = []
+            for bundle in bundles:
+                assert bundle.holders == 0, f"{bundle.spec} is discarded while it is held"
+                if bundle.bundle_id is not None:
+                    gone.append(bundle.bundle_id)
+                    bundle.bundle_id, bundle.version = None, 0
+            if gone and self.session.alive:
+                self.session.discard(gone)
+
+    def free_range(self, bundles: Sequence[Bundle]) -> None:
+        """Give the addresses of discarded bundles back; they share one range."""
+        with self.session.lock:
+            if bundles:
+                self.session.address_space.release(bundles[0].range)
+
+    def later(self, action: Callable[[], None]) -> None:
+        """Run `action` under the lock at the next acquire. For finalizers, which may run anywhere, also inside a critical section."""
+        self._unreferenced.append(action)
+
+    def run_unreferenced(self) -> None:
+        """Do what finalizers left behind."""
+        while self._unreferenced:
+            self._unreferenced.popleft()()

@@ -1,0 +1,172 @@
+"""Tensors that autograd saves for backward. One that aliases managed storage is packed as its place in the store; `unpack` leases it
+again and holds it until the node that uses it is done. Hooks predict, unpack guarantees.
+
+[Note: when is a node done?] Backward runs one node at a time per graph task. An unpack by another node of the same task means that the
+earlier node has finished; the engine's final callback means that the last one has. A nested task (reentrant checkpointing) does not
+end the node that started it, so holds are kept per task. Holds of the same unit are kept over its nodes: a block is leased once.
+
+[Note: hooks below ours] torch applies only the top pair of hooks. Inside a checkpointed block that is the checkpoint's, so a unit pushes
+ours on top, and ours hands everything that is not managed to the pair below, in the same order in forward and recomputation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tiermem.bundle import Mode
+from tiermem.errors import TiermemError
+from tiermem_client.residency import Bundle, Residency
+from tiermem_client.storage_swap import alias, storage_key
+from tiermem_client.units import ManagedStorage
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+
+
+@dataclass(slots=True, frozen=True)
+class PackedAlias:
+    """A saved view of managed storage: enough to rebuild it, and the version it had."""
+
+    storage: ManagedStorage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    version: int
+    counter: Callable[[], int]
+
+
+@dataclass(slots=True, frozen=True)
+class PackedOther:
+    """Something else, held as it is (detached, since an output that holds itself would be a cycle); `version` as autograd would check."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(slots=True, frozen=True)
+class PackedBelow:
+    """What the pair of hooks below ours made of it."""
+
+    unpack: Callable[[Any], torch.Tensor]
+    value: Any
+
+
+@dataclass(slots=True)
+class _Hold:
+    task: int
+    node: Any
+    owner: object
+    bundles: list[Bundle]
+
+
+@dataclass(slots=True, eq=False)
+class SavedTensorHooks:
+    """The pair of hooks, and what backward holds. `storages` are the managed ones by key."""
+
+    residency: Residency
+    storages: Mapping[int, ManagedStorage]
+    on_backward_end: Callable[[], None]
+    _holds: list[_Hold] = field(default_factory=list)
+    _tasks: set[int] = field(default_factory=set)
+    _local: threading.local = field(default_factory=threading.local)
+
+    # -- pushing and popping
+
+    def push(self) -> bool:
+        """Put ours on this thread's top unless they are there. True if they were pushed, and `pop` is owed."""
+        pushed: list[Any] = self._local.__dict__.setdefault("pushed", [])
+        top = _autograd._top_saved_tensors_default_hooks(False)
+        if pushed and top is not None and top[0] is pushed[-1]:
+            return False
+        pack, unpack = self._pair(top)
+        _autograd._push_saved_tensors_default_hooks(pack, unpack)
+        pushed.append(pack)
+        return True
+
+    def pop(self) -> None:
+        self._local.pushed.pop()
+        _autograd._pop_saved_tensors_default_hooks()
+
+    def _pair(self, below: tuple[Any, Any] | None) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        def pack(tensor: torch.Tensor) -> Any:
+            storage = self.storages.get(storage_key(tensor) or 0)
+            if storage is not None:
+                return _pack_alias(storage, tensor)
+            if below is not None:
+                return PackedBelow(below[1], below[0](tensor))
+            return PackedOther(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
+
+        return pack, self.unpack
+
+    # -- backward
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The saved tensor, readable until its node is done. Raises RuntimeError, as autograd does, if it was changed in place."""
+        match packed:
+            case PackedAlias():
+                _check_version(packed.counter(), packed.version, packed.size, packed.dtype)
+                group = packed.storage.group
+                assert group is not None
+                self.hold(group, group.bundles)
+                s = packed.storage
+                return alias(s.address, s.nbytes, packed.dtype, packed.size, packed.stride, packed.offset)
+            case PackedBelow():
+                return packed.unpack(packed.value)
+            case PackedOther():
+                _check_version(packed.tensor._version, packed.version, packed.tensor.size(), packed.tensor.dtype)
+                return packed.tensor
+            case _:
+                raise TiermemError(f"a saved tensor of unknown form {type(packed).__name__}")
+
+    def hold(self, owner: object, bundles: list[Bundle]) -> None:
+        """Lease for the node that runs now, and let go of what earlier nodes of other owners held."""
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if task == -1:
+            raise TiermemError("a saved tensor was unpacked outside backward; read it through the module's forward")
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))  # type: ignore[attr-defined]
+        mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
+        self._release([h for h in self._holds if h.task == task and h.owner is not owner and h.node is not node])
+        if mine is not None:
+            mine.node = node
+            return
+        self.residency.acquire(bundles, Mode.READ)
+        self._holds.append(_Hold(task, node, owner, bundles))
+
+    def end_task(self, task: int) -> None:
+        """The engine has run the task's last node."""
+        self._tasks.discard(task)
+        self._release([h for h in self._holds if h.task == task])
+        if not self._tasks:
+            self.on_backward_end()
+
+    def abandon(self) -> None:
+        """Between steps: what a backward that raised still holds is let go."""
+        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            self._tasks.clear()
+            self._release(list(self._holds))
+
+    def _release(self, holds: list[_Hold]) -> None:
+        for hold in holds:
+            self._holds.remove(hold)
+            self.residency.release(hold.bundles)
+
+
+def _pack_alias(storage: ManagedStorage, tensor: torch.Tensor) -> PackedAlias:
+    # detach() shares the version counter and costs no bytes: its storage is the managed one, whose address space stays reserved.
+    twin = tensor.detach()
+    return PackedAlias(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor._version, lambda: twin._version)
+
+
+def _check_version(now: int, then: int, size: torch.Size, dtype: torch.dtype) -> None:
+    if now != then:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: [{dtype} {list(size)}] is at "
+            f"version {now}; expected version {then} instead."
+        )

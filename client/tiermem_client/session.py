@@ -1,0 +1,258 @@
+"""One session with the daemon: the ordered queues, the grant table, the arena's address space, and who waits for what.
+
+`lock` is the client lock (a reentrant lock in a condition). It guards the grant table, the address space and everything in
+`tiermem_client.residency`; waiting releases it. A reader thread takes messages off the stream and wakes the waiters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+
+from tiermem import __version__
+from tiermem.bundle import BundleSpec, Mode
+from tiermem.errors import DaemonTimeout, DaemonUnavailable, TiermemError, Unsupported, error_for
+from tiermem.grants.table import GrantTable, Lease, Waiter
+from tiermem.rpc import codec
+from tiermem.rpc.status import error_from_rpc
+from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem_client.address_space import AddressSpace
+from tiermem_client.channel import Connection
+from tiermem_client.side_channel import SideChannel
+
+_log = logging.getLogger("tiermem.session")
+MAIN = "main"
+_WAIT_SLICE_S = 0.25
+
+
+class Session:
+    """Opened by the constructor; `close` ends it, idempotent. Raises DaemonUnavailable, DaemonTimeout, ResourceExhausted, InvalidArgument.
+
+    `timeout_s`: how long the daemon may be silent (it gives a sign of life every second) before who waits gets DaemonTimeout.
+    """
+
+    def __init__(self, connection: Connection, job: str, dram_bytes: int, flash_bytes: int, timeout_s: float) -> None:
+        self.connection, self.timeout_s = connection, timeout_s
+        self.lock = threading.Condition(threading.RLock())
+        self.table = GrantTable([MAIN])  # guarded by lock
+        self.stall_s = 0.0  # guarded by lock
+        self._error: TiermemError | None = None  # guarded by lock
+        self._closing = False  # guarded by lock
+        self._admitted: pb.Admitted | None = None  # guarded by lock
+        self._heard_at = time.monotonic()  # guarded by lock
+        self._pid = os.getpid()
+        self._outgoing: queue.SimpleQueue[pb.ClientMessage | None] = queue.SimpleQueue()
+        self._side = SideChannel()
+        token = self._side.connect(Path(connection.info.side_socket), timeout_s)
+        self._outgoing.put(pb.ClientMessage(open=pb.Open(token=token, protocol=codec.PROTOCOL, job=job, dram_bytes=dram_bytes,
+                                                         flash_bytes=flash_bytes, version=__version__)))  # fmt: skip
+        self._stream = connection.stub.Session(iter(self._outgoing.get, None))
+        try:
+            self.opened = self._first_message()
+            fd, _ = self._side.receive_descriptor(timeout_s)
+        except BaseException:
+            self._stream.cancel()
+            self._side.close()
+            raise
+        self.frames = self.opened.arena_bytes // self.opened.frame_bytes
+        self.address_space = AddressSpace(fd, self.opened.arena_bytes, self.opened.frame_bytes)  # guarded by lock
+        self._reader = threading.Thread(target=self._read, name="tiermem-session", daemon=True)
+        self._reader.start()
+
+    def _first_message(self) -> pb.Opened:
+        # The arena is prefaulted before this message, so it may take longer than a round trip; a dead daemon ends the stream.
+        timer = threading.Timer(self.timeout_s + 60, self._stream.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            first: pb.DaemonMessage = next(self._stream)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        except StopIteration:
+            raise DaemonUnavailable("the daemon ended the session while opening it") from None
+        finally:
+            timer.cancel()
+            timer.join()
+        if first.WhichOneof("body") != "opened":
+            raise DaemonUnavailable(f"the daemon began the session with {first.WhichOneof('body')!r}")
+        return first.opened
+
+    # -- requests; the caller holds the lock
+
+    def declare(self, specs: Sequence[BundleSpec]) -> None:
+        """Register forms of bundles; in batches below the message limit."""
+        self._check()
+        batch: list[BundleSpec] = []
+        tensors = 0
+        for spec in specs:
+            batch.append(spec)
+            tensors += 1 + len(spec.tensors)
+            if tensors > 4000:
+                self._outgoing.put(codec.encode_specs(batch))
+                batch, tensors = [], 0
+        if batch:
+            self._outgoing.put(codec.encode_specs(batch))
+
+    def admit(self, lane: str, floor_specs: Sequence[int]) -> int:
+        """Own a budget (frames) that covers the set. Raises ResourceExhausted naming the bundles."""
+        with self.lock:
+            self._check()
+            self._admitted = None
+            self._outgoing.put(pb.ClientMessage(admit=pb.Admit(lane=lane, floor_specs=floor_specs)))
+            self._wait(lambda: self._admitted is not None, "an admission")
+            answer = self._admitted
+            assert answer is not None
+            if answer.code:
+                raise error_for(answer.code, answer.message)
+            return answer.budget_frames
+
+    def demand(self, target: int, mode: Mode, what: object) -> Lease:
+        """Ask for a lease and wait for it (the lock is released meanwhile). Raises the daemon's typed refusal, or DaemonUnavailable."""
+        with self.lock:
+            self._check()
+            waiter: Waiter = self.table.demand(MAIN, target, mode)
+            self._flush()
+            asked_at = time.perf_counter()
+            try:
+                self._wait(lambda: not waiter.open, f"{mode.name.lower()} of {what}")
+            finally:
+                self.stall_s += time.perf_counter() - asked_at
+            if waiter.error is not None:
+                raise waiter.error
+            assert waiter.lease is not None
+            return waiter.lease
+
+    def commit(self, updated: Sequence[tuple[int, int]], consumed: Sequence[int] = ()) -> None:
+        """One transaction; see GrantTable.commit."""
+        with self.lock:
+            self._check()
+            self.table.commit(updated, consumed)
+            self._flush()
+
+    def done(self, serial: int) -> None:
+        with self.lock:
+            self.table.done(serial)
+            self._flush()
+
+    def discard(self, bundles: Sequence[int]) -> None:
+        with self.lock:
+            self.table.discard(bundles)
+            self._flush()
+
+    def status(self) -> bytes:
+        """This job's part of the daemon's snapshot, as JSON."""
+        try:
+            return self.connection.stub.GetStatus(pb.GetStatusRequest(job=self.opened.job), timeout=self.timeout_s).stats_json
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+
+    # -- the machinery
+
+    def _flush(self) -> None:
+        while self.table.outbox:
+            self._outgoing.put(codec.encode_client(self.table.outbox.popleft()))
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise Unsupported(f"this tiermem session belongs to process {self._pid}; a forked child cannot use managed tensors (copy what it "
+                              "needs before forking, for example with model.state_dict())")  # fmt: skip
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
+
+    def _wait(self, ready: object, what: str) -> None:
+        assert callable(ready)
+        while not ready():
+            self.lock.wait(_WAIT_SLICE_S)
+            if ready():
+                return
+            self._check()
+            silent_s = time.monotonic() - self._heard_at
+            if silent_s > self.timeout_s:
+                error = DaemonTimeout(f"the daemon (pid {self.connection.info.pid}) has been silent for {silent_s:.1f} s while {what} was "
+                                      f"waited for{_process_hint(self.connection.info.pid)}; raise TIERMEM_TIMEOUT_S if it is only slow")  # fmt: skip
+                self._fail(error)
+                raise error
+
+    def _fail(self, error: TiermemError) -> None:
+        with self.lock:
+            if self._error is None:
+                self._error = error
+            self.table.fail(error)
+            self.lock.notify_all()
+
+    def _messages(self) -> Iterator[pb.DaemonMessage]:
+        try:
+            yield from self._stream
+        except grpc.RpcError as error:
+            if not self._closing:
+                self._fail(error_from_rpc(error))
+
+    def _read(self) -> None:
+        for message in self._messages():
+            with self.lock:
+                self._heard_at = time.monotonic()
+                try:
+                    if not self._take(message):
+                        break
+                except TiermemError as error:
+                    _log.error("session %s: %s", self.opened.session, error)
+                    self._fail(error)
+                    self._stream.cancel()
+                    break
+                self.lock.notify_all()
+        self._fail(DaemonUnavailable(f"the session with the daemon (pid {self.connection.info.pid}) has ended{_process_hint(self.connection.info.pid)}"))
+
+    def _take(self, message: pb.DaemonMessage) -> bool:
+        match message.WhichOneof("body"):
+            case "grant":
+                self.table.receive(codec.decode_grant(message.grant, self.frames))
+            case "refuse":
+                self.table.receive(codec.decode_refuse(message.refuse))
+            case "admitted":
+                self._admitted = message.admitted
+            case "closed":
+                return False
+        return True
+
+    @property
+    def alive(self) -> bool:
+        return self._error is None
+
+    def close(self) -> None:
+        """End the session; what it had in the store is freed. Every range of the address space is gone afterwards."""
+        with self.lock:
+            if self._closing or os.getpid() != self._pid:
+                return
+            self._closing = True
+        self._outgoing.put(pb.ClientMessage(close=pb.Close()))
+        self._reader.join(self.timeout_s)
+        if self._reader.is_alive():
+            _log.warning("the daemon did not confirm the end of session %s", self.opened.session)
+            self._stream.cancel()
+        self._outgoing.put(None)
+        self._reader.join()
+        self._side.close()
+        self.connection.close()
+        with self.lock:
+            self.address_space.close()
+
+
+def _process_hint(pid: int) -> str:
+    """What /proc says of the daemon, as a clause with the remedy; empty where it is running or not visible from here."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            state = stat.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "; its process is gone: look at its log and start it again"
+    if state in "Tt":
+        return f"; its process is stopped: continue it with `kill -CONT {pid}`"
+    if state == "Z":
+        return "; its process has died"
+    return ""

@@ -1,0 +1,148 @@
+"""The caller's optimizer, run on parameters of our choice: a *shadow* instance with its own groups and state. Nothing of the user's
+instance is touched, and the arithmetic is the user's own code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.errors import Unsupported
+
+_CAPTURED = ("grad_scale", "found_inf")  # set by GradScaler around step(), and changed in place afterwards
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one `step()` was called with: every group's hyperparameters (tensors cloned), and GradScaler's attributes."""
+
+    groups: tuple[dict[str, Any], ...]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def capture(cls, optimizer: torch.optim.Optimizer) -> StepRecord:
+        groups = tuple({k: _clone(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups)
+        return cls(groups, {k: _clone(v) for k, v in optimizer.__dict__.items() if k in _CAPTURED})
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def shadow_step(
+    optimizer: torch.optim.Optimizer, record: StepRecord, members: list[tuple[int, nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]
+) -> None:
+    """Run the optimizer's own `step` over `members` (group index, parameter with `.grad`); `state` is read and written in place.
+
+    Not copy.copy: its __getstate__ drops every attribute but three. No instance `step` (LR schedulers patch one), no hooks.
+    """
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", *_CAPTURED)})
+    twin.__dict__.update(record.attributes)
+    twin.state = defaultdict(dict, {p: s for p, s in state.items() if s})
+    twin.param_groups = [dict(group, params=[p for index, p in members if index == i]) for i, group in enumerate(record.groups)]
+    with own_modes():
+        plain_step(type(optimizer))(twin)
+    for parameter in state:
+        state[parameter] = twin.state.get(parameter, {})
+
+
+def plain_step(cls: type[torch.optim.Optimizer]) -> Any:
+    """The class's `step` without torch's profiling wrapper, which runs the instance's and the global hooks."""
+    step = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+@contextlib.contextmanager
+def own_modes() -> Iterator[None]:
+    """The update must not see the caller's inference, autocast, gradient or function modes."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunctionSubclass():
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """One state tensor that a parameter gets: element for element as large as the parameter, or a scalar."""
+
+    key: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerForm:
+    """What the optimizer does with one parameter: its large state tensors, and whether a part of it can be updated alone."""
+
+    states: tuple[StateForm, ...]
+    elementwise: bool
+
+    def state_bytes_per_element(self) -> int:
+        return sum(s.dtype.itemsize for s in self.states)
+
+
+class OptimizerProbe:
+    """Learns an optimizer's behaviour from tiny clones, once per (group, dtype, dimensions). Raises Unsupported for closures and
+    optimizers that mix parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._record = StepRecord.capture(optimizer)
+        self._forms: dict[tuple[int, torch.dtype, tuple[int, ...]], OptimizerForm] = {}
+
+    def form(self, group: int, parameter: nn.Parameter) -> OptimizerForm:
+        shape = tuple(min(n, 4) for n in parameter.shape)
+        key = (group, parameter.dtype, shape)
+        if key not in self._forms:
+            with torch.random.fork_rng(devices=[]):
+                self._forms[key] = self._learn(group, parameter, shape)
+        return self._forms[key]
+
+    def _learn(self, group: int, like: nn.Parameter, shape: tuple[int, ...]) -> OptimizerForm:
+        name = type(self._optimizer).__name__
+        generator = torch.Generator().manual_seed(7)
+        draw = functools.partial(torch.randn, shape, generator=generator)
+        values, others = draw().to(like.dtype), draw().to(like.dtype)
+        grads = [(draw().to(like.dtype), draw().to(like.dtype)) for _ in range(3)]
+        try:
+            whole, state = self._run(group, like, [values], [[g] for g, _ in grads])
+            both, _ = self._run(group, like, [values, others], [list(g) for g in grads])
+        except Exception as error:
+            raise Unsupported(
+                f"optimizer {name} cannot be run on its own for a parameter of shape {shape}: {type(error).__name__}: {error}; optimizers "
+                "that need a closure (LBFGS) or other context are not supported"
+            ) from error
+        if not torch.equal(whole[0], both[0]):
+            raise Unsupported(f"optimizer {name} mixes parameters in one update (a norm or a reduction over all of them), which cannot be "
+                              "done bundle by bundle with the same result")  # fmt: skip
+        states = tuple(StateForm(k, v.dtype) for k, v in state[0].items() if isinstance(v, torch.Tensor) and v.numel() == values.numel() > 1)
+        other = any(isinstance(v, torch.Tensor) and v.numel() > 1 and v.numel() != values.numel() for v in state[0].values())
+        return OptimizerForm(states, not other and self._splits(group, like, values, [g for g, _ in grads], whole[0]))
+
+    def _splits(self, group: int, like: nn.Parameter, values: torch.Tensor, grads: list[torch.Tensor], whole: torch.Tensor) -> bool:
+        """Whether updating flat halves as parameters of their own gives the same bits."""
+        if values.numel() < 2:
+            return True
+        half = values.numel() // 2
+        try:
+            parts, _ = self._run(group, like, [values.flatten()[:half], values.flatten()[half:]], [[g.flatten()[:half], g.flatten()[half:]] for g in grads])
+        except Exception:  # noqa: BLE001 - whatever a user's optimizer raises for a flat parameter, the answer is no
+            return False
+        return torch.equal(torch.cat(parts), whole.flatten())
+
+    def _run(
+        self, group: int, like: nn.Parameter, values: list[torch.Tensor], grads: list[list[torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        parameters = [nn.Parameter(v.clone()) for v in values]
+        for parameter in parameters:
+            parameter.__dict__.update({k: v for k, v in like.__dict__.items() if not k.startswith("_")})
+        state: dict[nn.Parameter, dict[str, Any]] = {p: {} for p in parameters}
+        for row in grads:
+            for parameter, grad in zip(parameters, row, strict=True):
+                parameter.grad = grad.clone()
+            shadow_step(self._optimizer, self._record, [(group, p) for p in parameters], state)
+        return [p.detach() for p in parameters], [state[p] for p in parameters]

@@ -1,0 +1,140 @@
+"""Module hooks: a unit's bundles are leased while its forward runs, and saved tensors go through ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tiermem.bundle import Mode
+from tiermem_client.grads import GradBook
+from tiermem_client.residency import Residency
+from tiermem_client.saved_tensors import SavedTensorHooks
+from tiermem_client.units import Unit
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One running forward of a unit: whether it leased the bundles, pushed hooks, and the versions it began with."""
+
+    leased: bool = False
+    pushed: bool = False
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class UnitHooks:
+    """Hooks of all units of a model. `enter` and `leave` pair also when a forward raises (hooks are called always)."""
+
+    residency: Residency
+    saved: SavedTensorHooks
+    book: GradBook
+    on_enter: Callable[[Unit], None] = lambda unit: None
+    on_leave: Callable[[Unit], None] = lambda unit: None
+    _entries: dict[Unit, list[_Entry]] = field(default_factory=dict)
+
+    def install(self, model: nn.Module, units: list[Unit]) -> Callable[[], None]:
+        """Hook every unit's modules and the root; returns the undo."""
+        handles = []
+        for unit in units:
+            for module in unit.modules:
+                handles += _hook(module, _Enter(self, unit), _Leave(self, unit))
+        root = _RootForward(self.saved)
+        handles += _hook(model, root.enter, root.leave)
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def enter(self, unit: Unit) -> None:
+        entries = self._entries.setdefault(unit, [])
+        entry = _Entry()
+        entries.append(entry)
+        entry.pushed = self.saved.push()
+        if len(entries) > 1:
+            return
+        self.book.settle()
+        self.saved.abandon()
+        self.residency.acquire(unit.bundles, Mode.READ)
+        entry.leased = True
+        entry.versions = tuple(p._version for p in unit.parameters)
+        self.on_enter(unit)
+
+    def leave(self, unit: Unit) -> None:
+        entries = self._entries.get(unit)
+        if not entries:  # a hook before ours raised
+            return
+        entry = entries.pop()
+        if entry.pushed:
+            self.saved.pop()
+        if not entry.leased:
+            return
+        try:
+            changed = {p for p, v in zip(unit.parameters, entry.versions, strict=True) if p._version != v}
+            if changed:
+                self._take_changes(unit, changed)
+        finally:
+            self.on_leave(unit)
+            self.residency.release(unit.bundles)
+
+    def _take_changes(self, unit: Unit, changed: set[nn.Parameter]) -> None:
+        """The forward changed parameters in place (an initialisation on first use, a power iteration): make that the newest version."""
+        bundles = [b for g in unit.groups if any(m.parameter in changed for m in g.parameters) for b in g.bundles]
+        self.residency.acquire(bundles, Mode.UPDATE)
+        for bundle in bundles:
+            bundle.written = True
+        self.residency.release(bundles)
+
+    def running(self, unit: Unit) -> bool:
+        return bool(self._entries.get(unit))
+
+
+def _hook(module: nn.Module, enter: Any, leave: Any) -> list[Any]:
+    return [
+        module.register_forward_pre_hook(torch._dynamo.disable(enter), prepend=True, with_kwargs=True),
+        module.register_forward_hook(torch._dynamo.disable(leave), with_kwargs=True, always_call=True),
+    ]
+
+
+@dataclass(slots=True, frozen=True)
+class _Enter:
+    """Module-level callables instead of lambdas, so that a hooked model can be pickled."""
+
+    hooks: UnitHooks
+    unit: Unit
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if any(module is m for m in self.unit.modules):  # a deep copy of the model copies hooks: it is not ours
+            self.hooks.enter(self.unit)
+
+
+@dataclass(slots=True, frozen=True)
+class _Leave:
+    hooks: UnitHooks
+    unit: Unit
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if any(module is m for m in self.unit.modules):
+            self.hooks.leave(self.unit)
+
+
+class _RootForward:
+    """Our saved-tensor hooks cover the whole forward of the model, so that a parameter used around its blocks is packed too."""
+
+    def __init__(self, saved: SavedTensorHooks) -> None:
+        self._saved = saved
+        self._pushed: list[bool] = []
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._pushed.append(self._saved.push())
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._pushed and self._pushed.pop():
+            self._saved.pop()
+
+

@@ -1,0 +1,222 @@
+"""A model as units, and units as groups of storages that share bundles.
+
+A *unit* is what is used together: an entry of the largest outer ModuleLists (a transformer block), or a leftover module with parameters
+of its own. A *group* is a run of a unit's parameters whose bytes fill one bundle per kind, cut at the same places for all kinds; a
+storage that is too large for a bundle is a group of its own, cut into *tiles*: bundles that lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tiermem.bundle import Kind, TensorSpec
+from tiermem.errors import Unsupported
+from tiermem.layout import TENSOR_ALIGN_BYTES
+from tiermem.units import round_up
+from tiermem_client.residency import Bundle, Residency
+from tiermem_client.storage_swap import storage_key
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(slots=True, eq=False)
+class ManagedParameter:
+    """The user's Parameter object and where its elements lie in its storage (elements, not bytes)."""
+
+    parameter: nn.Parameter
+    name: str
+    storage: ManagedStorage
+    storage_offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the parameter is all of its storage, contiguous: the condition for updating it in tiles."""
+        return self.storage_offset == 0 and self.nbytes == self.storage.nbytes and self.parameter.is_contiguous()
+
+
+@dataclass(slots=True, eq=False)
+class ManagedStorage:
+    """One torch storage that lives in the store; views, tied parameters and saved tensors all point into it."""
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    name: str
+    parameters: list[ManagedParameter] = field(default_factory=list)
+    group: Group | None = None
+    offset_bytes: int = 0
+
+    @property
+    def address(self) -> int:
+        assert self.group is not None
+        return self.group.bundles[0].range.address + self.offset_bytes
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Storages whose bytes share bundles. `bundles` are its PARAM bundles: one, or the tiles of a single large storage."""
+
+    unit: str
+    storages: list[ManagedStorage]
+    bundles: list[Bundle]
+    tile_elements: int = 0  # 0: not tiled
+
+    @property
+    def parameters(self) -> list[ManagedParameter]:
+        return [p for s in self.storages for p in s.parameters]
+
+    @property
+    def tiled(self) -> bool:
+        return self.tile_elements > 0
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """`modules` are hooked; `bundles` is what their forward needs: its own groups', and those of tied parameters owned elsewhere."""
+
+    name: str
+    modules: list[nn.Module]
+    parameters: list[nn.Parameter]
+    groups: list[Group] = field(default_factory=list)
+    bundles: list[Bundle] = field(default_factory=list)
+    depth: int = 0  # forwards of this unit that are running
+
+
+def discover_units(model: nn.Module) -> list[Unit]:
+    """Units of a model in the order of `named_modules`; every parameter is owned by the first unit that has it."""
+    units: list[Unit] = []
+    owner: dict[nn.Parameter, Unit] = {}
+    inside: set[nn.Module] = set()
+    for name, entry in _blocks(model):
+        if entry in inside:
+            continue
+        unit = Unit(name, list(_callable_modules(entry)), [])
+        for parameter in entry.parameters():
+            if parameter not in owner:
+                owner[parameter] = unit
+                unit.parameters.append(parameter)
+        inside.update(entry.modules())
+        if any(True for _ in entry.parameters()):
+            units.append(unit)
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if not own or module in inside:
+            continue
+        new = [p for p in own if p not in owner]
+        joined = next((owner[p] for p in own if p in owner), None)
+        if joined is None:
+            joined = Unit(name, [], [])
+            units.append(joined)
+        joined.modules.append(module)
+        joined.parameters += new
+        owner.update(dict.fromkeys(new, joined))
+    return units
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Entries of the outermost ModuleLists with several parametrised entries, largest lists first when they nest."""
+    lists = [(name, module) for name, module in model.named_modules()
+             if isinstance(module, nn.ModuleList) and len(module) > 1 and any(True for _ in module.parameters())]  # fmt: skip
+    lists.sort(key=lambda item: -sum(p.numel() for p in item[1].parameters()))
+    chosen: list[str] = []
+    for name, module in lists:
+        if any(name.startswith(c + ".") or c.startswith(name + ".") for c in chosen):
+            continue
+        chosen.append(name)
+        for key, entry in module.named_children():
+            yield f"{name}.{key}", entry
+
+
+def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or what is inside where it is a mere container that nobody calls (`for attn, ff in self.layers`)."""
+    if isinstance(module, _CONTAINERS):
+        for child in module.children():
+            yield from _callable_modules(child)
+    else:
+        yield module
+
+
+def collect_storages(model: nn.Module, units: list[Unit]) -> dict[int, ManagedStorage]:
+    """Every parameter's storage by key; raises Unsupported for a parameter that has none (sparse, quantised wrappers, meta)."""
+    names = {p: n for n, p in model.named_parameters(remove_duplicate=True)}
+    storages: dict[int, ManagedStorage] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            name = names.get(parameter, unit.name)
+            key = storage_key(parameter)
+            if key is None or parameter.device.type != "cpu":
+                raise Unsupported(f"parameter {name!r} ({type(parameter).__name__} on {parameter.device}, layout {parameter.layout}) has no "
+                                  "dense storage in host memory; move the model to the CPU before attach")  # fmt: skip
+            storage = storages.get(key)
+            if storage is None:
+                raw = parameter.untyped_storage()
+                storage = storages[key] = ManagedStorage(raw, raw.nbytes(), name)
+            storage.parameters.append(ManagedParameter(parameter, name, storage, parameter.storage_offset(), tuple(parameter.shape),
+                                                       tuple(parameter.stride())))  # fmt: skip
+    return storages
+
+
+def build_groups(unit: Unit, storages: dict[int, ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], float]) -> None:
+    """Cut a unit's storages into groups and declare their PARAM bundles.
+
+    `weight` is the largest kind's bytes over the parameter's: where the optimizer keeps two moments, 2; so no bundle of any kind is
+    above the cap.
+    """
+    cap = residency.session.opened.bundle_cap_bytes
+    mine = [s for s in dict.fromkeys(storages[storage_key(p) or 0] for p in unit.parameters) if s.group is None]
+    run: list[ManagedStorage] = []
+    filled = 0.0
+    for storage in mine:
+        heaviest = round_up(max(1, storage.nbytes), TENSOR_ALIGN_BYTES) * weight(storage)
+        if heaviest > cap:
+            unit.groups.append(_tiled(unit, storage, residency, int(cap / weight(storage))))
+            continue
+        if run and filled + heaviest > cap:
+            unit.groups.append(_packed(unit, run, residency))
+            run, filled = [], 0.0
+        run.append(storage)
+        filled += heaviest
+    if run:
+        unit.groups.append(_packed(unit, run, residency))
+
+
+def _packed(unit: Unit, storages: list[ManagedStorage], residency: Residency) -> Group:
+    offset, specs = 0, []
+    for storage in storages:
+        storage.offset_bytes = offset
+        first = storage.parameters[0].parameter
+        specs.append(TensorSpec(storage.name, str(first.dtype).removeprefix("torch."), tuple(first.shape), offset, storage.nbytes))
+        offset += round_up(max(1, storage.nbytes), TENSOR_ALIGN_BYTES)
+    group = Group(unit.name, list(storages), residency.new_bundles([(Kind.PARAM, unit.name, offset, tuple(specs))]))
+    for storage in storages:
+        storage.group = group
+    return group
+
+
+def _tiled(unit: Unit, storage: ManagedStorage, residency: Residency, target_bytes: int) -> Group:
+    parameter = storage.parameters[0]
+    itemsize = parameter.parameter.element_size()
+    elements = tile_elements(target_bytes, itemsize, residency.session.opened.frame_bytes)
+    dtype = str(parameter.parameter.dtype).removeprefix("torch.")
+    requests = []
+    for start in range(0, storage.nbytes, elements * itemsize):
+        nbytes = min(elements * itemsize, storage.nbytes - start)
+        requests.append((Kind.PARAM, unit.name, nbytes, (TensorSpec(storage.name, dtype, (nbytes // itemsize,), 0, nbytes),)))
+    group = Group(unit.name, [storage], residency.new_bundles(requests), elements)
+    storage.group, storage.offset_bytes = group, 0
+    return group
+
+
+def tile_elements(target_bytes: int, itemsize: int, frame_bytes: int) -> int:
+    """Elements of a tile of about `target_bytes`: a multiple of the frame's bytes in *elements*, so that tiles of every dtype of the same
+    elements are whole frames long."""
+    return max(1, target_bytes // itemsize // frame_bytes) * frame_bytes

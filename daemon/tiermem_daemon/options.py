@@ -1,0 +1,18 @@
+"""What `tiermem serve` is told besides its configuration: how it was started, and by whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """`owner_pid`: end when this process ends. `ready_fd`: write one line there, and close it, when serving.
+
+    `embedded`: started by a trainer for itself. `fault_script`: what fails when, for tests.
+    """
+
+    owner_pid: int | None = None
+    ready_fd: int | None = None
+    embedded: bool = False
+    fault_script: str | None = None

@@ -1,0 +1,143 @@
+"""The gRPC service: decode, call, encode, map errors. Everything it decides, the store decided."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+
+import grpc
+
+from tiermem import __version__
+from tiermem.errors import AccessDenied, DaemonUnavailable, InvalidArgument, ProtocolError, TiermemError
+from tiermem.rpc import codec
+from tiermem.rpc.status import status_for
+from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
+from tiermem.stats import StoreStats
+from tiermem.store import TensorStore
+from tiermem_daemon.listener import Peer, ProcessWatch, SideSocket
+from tiermem_daemon.sessions import Session
+
+_log = logging.getLogger("tiermem.service")
+
+
+class TierMemService(pb_grpc.TierMemServicer):
+    """Runs on the event loop. `embedded`: this daemon belongs to one trainer."""
+
+    def __init__(self, store: TensorStore, side_socket: SideSocket, alive_interval_s: float, embedded: bool) -> None:
+        self._store, self._side_socket = store, side_socket
+        self._alive_interval_s, self._embedded = alive_interval_s, embedded
+        self._sessions: set[Session] = set()
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:  # type: ignore[type-arg,override]
+        return pb.GetInfoResponse(
+            version=__version__, protocol=codec.PROTOCOL, pid=os.getpid(), side_socket=str(self._side_socket.path),
+            dram_capacity_bytes=self._store.dram_bytes, dram_free_bytes=self._store.free_dram_bytes, embedded=self._embedded,
+        )  # fmt: skip
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:  # type: ignore[type-arg,override]
+        stats = self._store.snapshot()
+        if request.job and all(job.job != request.job for job in stats.jobs):
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"NOT_FOUND: no job {request.job[:200]!r} is running here")
+        return pb.GetStatusResponse(stats_json=_to_json(stats, request.job))
+
+    async def Session(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[pb.ClientMessage],
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> AsyncIterator[pb.DaemonMessage]:
+        try:
+            session, peer, watch = await self._open(request_iterator)
+        except TiermemError as error:
+            self._store.count_error(error)
+            _log.warning("session refused: %s", error)
+            await context.abort(*status_for(error))
+        self._sessions.add(session)
+        failure: list[TiermemError] = []
+        reader = asyncio.create_task(self._read(session, request_iterator, failure))
+        reader.add_done_callback(lambda task: self._read_ended(task, session, failure))
+        try:
+            async for message in session.messages():
+                yield message
+            if failure:
+                await context.abort(*status_for(failure[0]))
+        finally:
+            reader.cancel()
+            watch.close()
+            peer.close()
+            await asyncio.shield(session.end("disconnected"))
+            self._sessions.discard(session)
+
+    async def _open(self, requests: AsyncIterator[pb.ClientMessage]) -> tuple[Session, Peer, ProcessWatch]:
+        try:
+            first = await anext(requests)
+        except StopAsyncIteration:
+            raise ProtocolError("the stream ended before Open") from None
+        if first.WhichOneof("body") != "open":
+            raise ProtocolError(f"the first message of a session is Open, not {first.WhichOneof('body')!r}")
+        ask = first.open
+        if ask.protocol != codec.PROTOCOL:
+            raise ProtocolError(f"the client speaks protocol {ask.protocol} (tiermem {ask.version[:50] or '?'}), this daemon {codec.PROTOCOL} "
+                                f"(tiermem {__version__}); install the same version on both sides")  # fmt: skip
+        for field, value in (("dram_bytes", ask.dram_bytes), ("flash_bytes", ask.flash_bytes)):
+            if not 0 <= value < 1 << 60:
+                raise InvalidArgument(f"open.{field} is {value}, outside 0 .. 2^60")
+        peer: Peer | None = self._side_socket.claim(ask.token)
+        if peer is None:
+            raise AccessDenied("the token was not issued to a live connection of the side socket; connect there first")
+        try:
+            job = await asyncio.to_thread(self._store.open_job, ask.job, peer.pid, ask.dram_bytes, ask.flash_bytes)
+            session = Session(self._store, job, self._alive_interval_s)
+            try:
+                await self._side_socket.send_descriptor(peer, job.arena_fd, {"session": job.session})
+            except DaemonUnavailable:
+                await session.end("disconnected")
+                raise
+        except TiermemError:
+            peer.close()
+            raise
+        watch = ProcessWatch(peer.pidfd, lambda: _watched(session))
+        session.opened(__version__)
+        return session, peer, watch
+
+    async def _read(self, session: Session, requests: AsyncIterator[pb.ClientMessage], failure: list[TiermemError]) -> None:
+        try:
+            async for message in requests:
+                if not session.handle(message):
+                    session.end("closed")
+                    return
+        except ProtocolError as error:
+            self._store.count_error(error)
+            _log.warning("job %r: session closed: %s", session.job.job, error)
+            failure.append(error)
+            session.end("protocol")
+        else:
+            session.end("disconnected")
+
+    def _read_ended(self, task: asyncio.Task[None], session: Session, failure: list[TiermemError]) -> None:
+        """A bug must not leave a session that nobody reads: it is logged, reported to the client, and ends that session only."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _log.error("job %r: unexpected error", session.job.job, exc_info=error)
+            failure.append(TiermemError(f"unexpected error in the daemon: {type(error).__name__}: {error}; its log has the traceback"))
+            self._store.count_error(failure[-1])
+            session.end("internal")
+
+    async def close(self) -> None:
+        """End every session: the daemon stops."""
+        await asyncio.gather(*(session.end("shutdown") for session in self._sessions))
+
+
+def _watched(session: Session) -> None:
+    session.end("died")
+
+
+def _to_json(stats: StoreStats, job: str) -> bytes:
+    table = asdict(stats)
+    if job:
+        table["jobs"] = [row for row in table["jobs"] if row["job"] == job]
+    return json.dumps(table).encode()

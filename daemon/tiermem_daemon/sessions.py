@@ -1,0 +1,111 @@
+"""One client's session: its job, its ordered queue of messages, and its end. Lives on the event loop; only `wake` is called from the
+mover's threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from tiermem.bundle import BundleSpec
+from tiermem.errors import ProtocolError, ResourceExhausted, TiermemError
+from tiermem.job_store import JobStore
+from tiermem.rpc import codec
+from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem.store import TensorStore
+
+_log = logging.getLogger("tiermem.sessions")
+
+
+class Session:
+    """Decodes what the client sends, acts on the job's store, and yields what the daemon has to say, in the order it was decided."""
+
+    def __init__(self, store: TensorStore, job: JobStore, alive_interval_s: float) -> None:
+        self.job = job
+        self._store = store
+        self._alive_interval_s = alive_interval_s
+        self._loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._direct: list[pb.DaemonMessage] = []
+        self._ending: asyncio.Task[None] | None = None
+        job.wake = self._wake_from_any_thread
+
+    def opened(self, version: str) -> None:
+        """Queue the first message."""
+        layout = self.job.layout
+        self._say(pb.DaemonMessage(opened=pb.Opened(
+            session=self.job.session, job=self.job.job, arena_bytes=layout.arena_bytes, frame_bytes=layout.frame_bytes,
+            bundle_cap_bytes=layout.bundle_cap_bytes, flash_quota_bytes=self.job.flash_quota_bytes, version=version)))  # fmt: skip
+
+    def handle(self, message: pb.ClientMessage) -> bool:
+        """Act on one message; False when it was Close. Raises ProtocolError: the session then ends."""
+        match message.WhichOneof("body"):
+            case "declare":
+                specs: list[BundleSpec] = codec.decode_specs(message.declare, self.job.layout.bundle_cap_bytes)
+                self.job.declare(specs)
+            case "admit":
+                self._admit(message.admit)
+            case "close":
+                return False
+            case "open" | None:
+                raise ProtocolError(f"message {message.WhichOneof('body')!r} is not expected inside a session")
+            case _:
+                self.job.receive(codec.decode_client(message))
+        return True
+
+    def _admit(self, admit: pb.Admit) -> None:
+        try:
+            lane = self.job.admit(admit.lane, list(admit.floor_specs))
+        except ResourceExhausted as error:
+            self._store.count_error(error)
+            self._say(pb.DaemonMessage(admitted=pb.Admitted(lane=admit.lane, code=error.code, message=str(error))))
+        else:
+            self._say(pb.DaemonMessage(admitted=pb.Admitted(lane=lane.name, budget_frames=lane.budget_frames)))
+
+    async def messages(self) -> AsyncIterator[pb.DaemonMessage]:
+        """Everything to send, until the session has ended; a sign of life where there is nothing else for a while."""
+        while True:
+            if not self._ready.is_set():
+                try:
+                    await asyncio.wait_for(self._ready.wait(), self._alive_interval_s)
+                except TimeoutError:
+                    yield pb.DaemonMessage(alive=pb.Alive())
+                    continue
+            self._ready.clear()
+            while self._direct:
+                yield self._direct.pop(0)
+            while self.job.outbox:
+                yield codec.encode_daemon(self.job.outbox.popleft())
+            if self._ending is not None and self._ending.done() and not self._direct and not self.job.outbox:
+                return
+
+    def end(self, reason: str) -> asyncio.Task[None]:
+        """Start freeing what the session had, once; the first reason counts."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(reason))
+        return self._ending
+
+    async def _end(self, reason: str) -> None:
+        try:
+            await asyncio.to_thread(self._store.close_job, self.job, reason)
+        except TiermemError as error:
+            self._store.count_error(error)
+            _log.error("job %r did not end cleanly: %s", self.job.job, error)
+        if reason == "closed":
+            self._say(pb.DaemonMessage(closed=pb.Closed()))
+        self._loop.call_soon(self._ready.set)
+
+    def _say(self, message: pb.DaemonMessage) -> None:
+        self._direct.append(message)
+        self._ready.set()
+
+    def _wake_from_any_thread(self) -> None:
+        if self.job.outbox:
+            _call_soon(self._loop, self._ready.set)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:  # the loop has closed: the daemon is past serving anybody
+        _log.debug("a message was decided after the event loop had closed")

@@ -1,0 +1,399 @@
+"""The daemon's end of the grant protocol for one session: a pure machine (notes of the protocol: ARCHITECTURE.md).
+
+One message or one finished transfer at a time goes in, effects come out; no clock, thread, lock, socket or I/O. The store calls it under
+its job lock. A demand waits for transfers, never for a client (no hold-and-wait): what is not pinned can always be dropped or written
+back, and a lane never pins more than its budget.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tiermem.allocator import FrameAllocator, choose_victims
+from tiermem.bundle import BundleSpec, Mode
+from tiermem.errors import Code, ProtocolError, ResourceExhausted, TiermemError
+from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
+from tiermem.grants.messages import ClientBody, Commit, Demand, Discard, Done, Grant, Refuse
+from tiermem.placement.base import Placement
+from tiermem.residency import FRAMED, IN_TRANSFER, RESIDENT, BundleRecord, Event, State
+from tiermem.stats import EvictReason, StallCause
+from tiermem.units import format_size
+
+
+@dataclass(slots=True)
+class Pin:
+    """From the sending of a grant until done, consume or exit: the bundle's frames do not move."""
+
+    lane: str
+    bundle: int
+    mode: Mode
+
+
+@dataclass(slots=True)
+class Lane:
+    """One access stream. `budget` frames are its own; `epoch` is the client's newest."""
+
+    name: str
+    budget_frames: int
+    floor_frames: int
+    epoch: int = 0
+
+
+@dataclass(slots=True)
+class OpenDemand:
+    """A demand that waits for a transfer. It counts as a pin of its lane."""
+
+    demand: Demand
+    bundle: int
+    waited_for: StallCause | None = None
+
+
+class GrantLedger:
+    """Pins, residency and budgets of one session's arena.
+
+    `frames_for` gives an extent's frames for a size, `flash_quota_frames` bounds live bundles plus one spare (a write-back never
+    overwrites the only copy). Invariant: every frame is free or has one owner; pins of a lane <= its budget; Σ budgets <= arena.
+    """
+
+    def __init__(self, frames: FrameAllocator, frame_bytes: int, frames_for: Callable[[int], int], flash_quota_frames: int,
+                 spare_frames: int, placement: Placement, first_bundle_id: Callable[[], int]) -> None:  # fmt: skip
+        self._frames = frames
+        self._frame_bytes = frame_bytes
+        self._frames_for = frames_for
+        self._flash_quota_frames = flash_quota_frames
+        self._spare_frames = spare_frames
+        self._placement = placement
+        self._next_bundle_id = first_bundle_id
+        self._serial = 0
+        self.specs: dict[int, BundleSpec] = {}
+        self.bundles: dict[int, BundleRecord] = {}
+        self.lanes: dict[str, Lane] = {}
+        self.pins: dict[int, Pin] = {}
+        self.open: list[OpenDemand] = []
+        self.hits = self.misses = self.creates = self.commits = 0
+        self.evictions: Counter[EvictReason] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self._effects: list[Effect] = []
+
+    # -- declarations
+
+    def declare(self, specs: list[BundleSpec]) -> None:
+        """Register forms of bundles. Raises ProtocolError for a number that is taken."""
+        for spec in specs:
+            if spec.spec_id in self.specs:
+                raise ProtocolError(f"spec {spec.spec_id} is declared twice")
+            self.specs[spec.spec_id] = spec
+
+    def admit(self, name: str, floor_specs: list[int]) -> Lane:
+        """Own a budget for a lane whose largest set used together is `floor_specs`. Raises ResourceExhausted naming the set."""
+        specs = [self._spec(spec_id) for spec_id in floor_specs]
+        floor = sum(self._frames_for(spec.nbytes) for spec in specs)
+        others = sum(lane.budget_frames for lane in self.lanes.values() if lane.name != name)
+        room = self._frames.frames - others
+        if floor > room:
+            largest = sorted(specs, key=lambda s: -s.nbytes)[:4]
+            raise ResourceExhausted(
+                f"lane {name!r} uses {len(specs)} bundles of together {self._size(floor)} at once, the arena has {self._size(room)} for it "
+                f"(largest: {'; '.join(map(str, largest))}); give the job at least {self._size(floor + others)} of DRAM"
+            )
+        lane = self.lanes.setdefault(name, Lane(name, room, floor))
+        lane.budget_frames, lane.floor_frames = room, floor
+        return lane
+
+    # -- messages
+
+    def receive(self, message: ClientBody) -> list[Effect]:
+        """Raises ProtocolError for what no correct client sends; the session is then closed. Nothing is changed before it raises."""
+        match message:
+            case Demand():
+                self._demand(message)
+            case Commit():
+                self._commit(message)
+            case Done():
+                self._unpin(message.serial, self._pin(message.serial))
+            case Discard():
+                for bundle in message.bundles:
+                    if any(p.bundle == bundle for p in self.pins.values()) or any(d.bundle == bundle for d in self.open):
+                        raise ProtocolError(f"discard of bundle {bundle}, which is leased or asked for")
+                    self._record(bundle)
+                for bundle in message.bundles:
+                    self._discard(self._record(bundle))
+        return self._serve()
+
+    def _demand(self, demand: Demand) -> None:
+        lane = self.lanes.get(demand.lane)
+        if lane is None:
+            raise ProtocolError(f"lane {demand.lane!r} was never admitted")
+        if demand.epoch <= lane.epoch:
+            raise ProtocolError(f"epoch {demand.epoch} of lane {lane.name!r} is not newer than {lane.epoch}")
+        for serial in demand.held:
+            if self._pin(serial).lane != lane.name:
+                raise ProtocolError(f"lane {lane.name!r} claims to hold grant {serial} of lane {self.pins[serial].lane!r}")
+        if demand.mode == Mode.CREATE:
+            spec = self._spec(demand.target)
+            record = BundleRecord(self._next_bundle_id(), spec, self._frames_for(spec.nbytes))
+        else:
+            known = self.bundles.get(demand.target)
+            if known is None or known.version == 0 or known.state == State.DOOMED:
+                lane.epoch = demand.epoch
+                self._refuse(demand, Code.NOT_FOUND, f"bundle {demand.target} does not exist in this session, or holds no bytes yet")
+                return
+            record = known
+        lane.epoch = demand.epoch
+        if refusal := self._refusal(lane, record, demand.mode):
+            self._refuse(demand, *refusal)
+            return
+        self.bundles[record.bundle_id] = record
+        if demand.mode == Mode.CREATE:
+            self.creates += 1
+        elif self._grantable(record, demand.mode):
+            self.hits += 1
+        else:
+            self.misses += 1
+        self.open.append(OpenDemand(demand, record.bundle_id))
+
+    def _refusal(self, lane: Lane, record: BundleRecord, mode: Mode) -> tuple[Code, str] | None:
+        pinned = self._pinned(lane.name)
+        need = sum(self.bundles[b].frames for b in pinned - {record.bundle_id}) + record.frames
+        if need > lane.budget_frames:
+            holders = ", ".join(str(self.bundles[b].spec) for b in sorted(pinned, key=lambda b: -self.bundles[b].frames)[:6])
+            return Code.WORKING_SET_TOO_LARGE, (
+                f"{record.spec} does not fit beside what lane {lane.name!r} holds: {self._size(need)} of {self._size(lane.budget_frames)} "
+                f"(held: {holders or 'nothing'}); give the job more DRAM")  # fmt: skip
+        live = sum(r.frames for r in self.bundles.values())
+        if mode == Mode.CREATE and live + record.frames + self._spare_frames > self._flash_quota_frames:
+            return Code.TIER_FULL, (
+                f"{record.spec} does not fit: the job's bundles take {self._size(live)} of a flash quota of "
+                f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare; raise the flash size")  # fmt: skip
+        return None
+
+    def _commit(self, commit: Commit) -> None:
+        for serial, bundle, version in commit.updated:
+            pin, record = self._pin(serial, bundle), self._record(bundle)
+            if not pin.mode.writes:
+                raise ProtocolError(f"commit of bundle {bundle} under grant {serial}, which is for {pin.mode.name}")
+            if version <= record.version:
+                raise ProtocolError(f"commit of version {version} of bundle {bundle}, which has version {record.version}")
+        for serial, bundle in commit.consumed:
+            self._pin(serial, bundle)
+            if any(p.bundle == bundle and s != serial for s, p in self.pins.items()) or any(d.bundle == bundle for d in self.open):
+                raise ProtocolError(f"consumed bundle {bundle} is leased elsewhere")
+        for serial, bundle, version in commit.updated:
+            record = self.bundles[bundle]
+            record.apply(Event.COMMIT)
+            record.version = version
+            self.pins[serial].mode = Mode.READ
+        for serial, bundle in commit.consumed:
+            del self.pins[serial]
+            self._discard(self.bundles[bundle])
+        self.commits += 1
+
+    # -- transfers
+
+    def loaded(self, bundle: int) -> list[Effect]:
+        """The frames hold the newest version."""
+        record = self.bundles[bundle]
+        if record.state == State.DOOMED:
+            self._drain(record)
+        else:
+            record.apply(Event.LOADED)
+        return self._serve()
+
+    def load_failed(self, bundle: int, error: TiermemError) -> list[Effect]:
+        """The flash copy could not be read; it stays the newest one, and who waits is told."""
+        record = self.bundles[bundle]
+        if record.state == State.DOOMED:
+            self._drain(record)
+            return self._serve()
+        record.apply(Event.LOAD_FAILED)
+        self._release_frames(record)
+        for waiting in [d for d in self.open if d.bundle == bundle]:
+            self.open.remove(waiting)
+            self._refuse(waiting.demand, error.code, str(error))
+        return self._serve()
+
+    def written(self, bundle: int) -> list[Effect]:
+        """Flash holds the version that the frames hold; the older flash copy is free already."""
+        record = self.bundles[bundle]
+        if record.state == State.DOOMED:
+            self._drain(record)
+        else:
+            record.apply(Event.WRITTEN)
+            record.flash_version = record.version
+        return self._serve()
+
+    def write_failed(self, bundle: int, error: TiermemError) -> list[Effect]:
+        """The bytes stay dirty in DRAM. Demands that wait for room are told why there is none."""
+        record = self.bundles[bundle]
+        if record.state == State.DOOMED:
+            self._drain(record)
+            return self._serve()
+        record.apply(Event.WRITE_FAILED)
+        for waiting in [d for d in self.open if self.bundles[d.bundle].state in (State.FLASH, State.ABSENT)]:
+            self.open.remove(waiting)
+            self._refuse(waiting.demand, error.code, f"no room for {self.bundles[waiting.bundle].spec}: {error}")
+            self._forget_if_absent(self.bundles[waiting.bundle])
+        return self._serve()
+
+    def exit(self) -> list[Effect]:
+        """The client is gone, proven: every pin, demand and bundle ends; frames in transfer are freed when it has drained."""
+        self.pins.clear()
+        self.open.clear()
+        self.lanes.clear()
+        for record in list(self.bundles.values()):
+            if record.state != State.DOOMED:
+                self._discard(record)
+        return self._take_effects()
+
+    @property
+    def drained(self) -> bool:
+        """No frames are in transfer."""
+        return not any(r.state in IN_TRANSFER for r in self.bundles.values())
+
+    # -- obligatory work
+
+    def _serve(self) -> list[Effect]:
+        """Answer what can be answered, oldest first; make room for the oldest that lacks it."""
+        starved = False
+        for waiting in list(self.open):
+            record, mode = self.bundles[waiting.bundle], waiting.demand.mode
+            if self._grantable(record, mode):
+                self._answer(waiting, record)
+            elif record.state in (State.FLASH, State.ABSENT) and not starved:
+                if self._make_room(record.frames):
+                    record.runs = self._frames.take(record.frames)
+                    if record.state == State.ABSENT:
+                        record.apply(Event.CREATE)
+                        self._answer(waiting, record)
+                    else:
+                        record.apply(Event.LOAD)
+                        waiting.waited_for = StallCause.LOAD
+                        self._effects.append(Load(record.bundle_id))
+                else:
+                    starved = True  # a younger demand must not take the frames that this one waits for
+                    waiting.waited_for = StallCause.ROOM
+            elif waiting.waited_for is None:
+                waiting.waited_for = StallCause.LOAD if record.state == State.LOADING else StallCause.ROOM
+        return self._take_effects()
+
+    def _make_room(self, need: int) -> bool:
+        """Drop clean bundles and start write-backs until `need` frames are free or on their way; True if they are free now."""
+        free = self._frames.free_frames
+        if free >= need:
+            return True
+        pinned = {p.bundle for p in self.pins.values()} | {d.bundle for d in self.open}
+        coming = sum(r.frames for r in self.bundles.values()
+                     if r.state == State.DOOMED or (r.state == State.WRITING and r.bundle_id not in pinned))  # fmt: skip
+        idle = [b for b, r in self.bundles.items() if r.state in (State.CLEAN, State.DIRTY) and b not in pinned]
+        order = self._placement.eviction_order(idle)
+        sized = [(b, self.bundles[b].frames) for b in order]
+        victims = choose_victims(need, free + coming, sized)
+        if victims is None:  # the rest is in transfer for others and comes back by itself
+            victims = tuple(order)
+        for bundle in victims:
+            record = self.bundles[bundle]
+            if record.state == State.CLEAN:
+                record.apply(Event.DROP)
+                self._release_frames(record)
+                self.evictions[EvictReason.DEMAND] += 1
+            else:
+                record.apply(Event.WRITE)
+                self._effects.append(WriteBack(bundle))
+        return self._frames.free_frames >= need
+
+    def _grantable(self, record: BundleRecord, mode: Mode) -> bool:
+        return record.state in RESIDENT and (mode == Mode.READ or record.state != State.WRITING)
+
+    def _answer(self, waiting: OpenDemand, record: BundleRecord) -> None:
+        demand = waiting.demand
+        self.open.remove(waiting)
+        self._serial += 1
+        self.pins[self._serial] = Pin(demand.lane, record.bundle_id, demand.mode)
+        self._placement.used(record.bundle_id)
+        grant = Grant(self._serial, demand.lane, self.lanes[demand.lane].epoch, record.bundle_id, demand.mode, record.version,
+                      record.runs, demand.epoch)  # fmt: skip
+        self._effects.append(Send(grant, waiting.waited_for))
+
+    def _refuse(self, demand: Demand, code: Code, message: str) -> None:
+        self.refusals[code] += 1
+        self._effects.append(Send(Refuse(demand.lane, demand.epoch, code, message)))
+
+    def _unpin(self, serial: int, pin: Pin) -> None:
+        del self.pins[serial]
+        record = self.bundles[pin.bundle]
+        self._placement.used(pin.bundle)
+        if record.state == State.BLANK and not any(p.bundle == pin.bundle for p in self.pins.values()):
+            record.apply(Event.ABANDON)
+            self._release_frames(record)
+            self._forget_if_absent(record)
+
+    def _discard(self, record: BundleRecord) -> None:
+        record.apply(Event.DISCARD)
+        if record.state == State.GONE:
+            self._bury(record)
+
+    def _drain(self, record: BundleRecord) -> None:
+        record.apply(Event.DRAINED)
+        self._bury(record)
+
+    def _bury(self, record: BundleRecord) -> None:
+        self._release_frames(record)
+        self._placement.forget(record.bundle_id)
+        del self.bundles[record.bundle_id]
+        self._effects.append(FreeFlash(record.bundle_id))
+
+    def _forget_if_absent(self, record: BundleRecord) -> None:
+        if record.state == State.ABSENT:
+            self._placement.forget(record.bundle_id)
+            del self.bundles[record.bundle_id]
+
+    def _release_frames(self, record: BundleRecord) -> None:
+        if record.runs:
+            self._frames.give(record.runs)
+            record.runs = ()
+
+    # -- look-ups
+
+    def _pinned(self, lane: str) -> set[int]:
+        return {p.bundle for p in self.pins.values() if p.lane == lane} | {d.bundle for d in self.open if d.demand.lane == lane}
+
+    def _pin(self, serial: int, bundle: int | None = None) -> Pin:
+        pin = self.pins.get(serial)
+        if pin is None or (bundle is not None and pin.bundle != bundle):
+            raise ProtocolError(f"grant {serial}{'' if bundle is None else f' of bundle {bundle}'} is not held by this session")
+        return pin
+
+    def _record(self, bundle: int) -> BundleRecord:
+        record = self.bundles.get(bundle)
+        if record is None:
+            raise ProtocolError(f"bundle {bundle} does not exist in this session")
+        return record
+
+    def _spec(self, spec_id: int) -> BundleSpec:
+        spec = self.specs.get(spec_id)
+        if spec is None:
+            raise ProtocolError(f"spec {spec_id} was never declared")
+        return spec
+
+    def _size(self, frames: int) -> str:
+        return format_size(frames * self._frame_bytes)
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def check_invariants(self) -> None:
+        """Σ extents + free frames == arena; pins within budgets; states fit their frames; flash reservations within the quota."""
+        for record in self.bundles.values():
+            record.check_invariants()
+        self._frames.check_invariants(run for record in self.bundles.values() for run in record.runs)
+        for lane in self.lanes.values():
+            pinned = sum(self.bundles[b].frames for b in self._pinned(lane.name))
+            assert pinned <= lane.budget_frames, f"lane {lane.name!r} pins {pinned} of {lane.budget_frames} frames"
+        assert sum(lane.budget_frames for lane in self.lanes.values()) <= self._frames.frames, "budgets exceed the arena"
+        for pin in self.pins.values():
+            state = self.bundles[pin.bundle].state
+            assert state in FRAMED and state not in (State.LOADING, State.DOOMED), f"pin on bundle {pin.bundle}, which is {state}"
+            assert not (pin.mode.writes and state == State.WRITING), f"bundle {pin.bundle} is writable during its write-back"

@@ -1,0 +1,23 @@
+"""Least recently used: the order while nothing is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class LeastRecentlyUsed:
+    """Orders by the last use; never used goes first."""
+
+    def __init__(self) -> None:
+        self._last_use: dict[int, int] = {}
+        self._uses = 0
+
+    def used(self, bundle_id: int) -> None:
+        self._uses += 1
+        self._last_use[bundle_id] = self._uses
+
+    def forget(self, bundle_id: int) -> None:
+        self._last_use.pop(bundle_id, None)
+
+    def eviction_order(self, candidates: Iterable[int]) -> list[int]:
+        return sorted(candidates, key=lambda b: self._last_use.get(b, 0))

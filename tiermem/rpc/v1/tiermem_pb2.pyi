@@ -1,0 +1,270 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KIND_UNSPECIFIED: _ClassVar[Kind]
+    KIND_PARAM: _ClassVar[Kind]
+    KIND_GRAD: _ClassVar[Kind]
+    KIND_OPTIM: _ClassVar[Kind]
+    KIND_ACTIVATION: _ClassVar[Kind]
+
+class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODE_UNSPECIFIED: _ClassVar[Mode]
+    MODE_CREATE: _ClassVar[Mode]
+    MODE_READ: _ClassVar[Mode]
+    MODE_UPDATE: _ClassVar[Mode]
+    MODE_CONSUME: _ClassVar[Mode]
+KIND_UNSPECIFIED: Kind
+KIND_PARAM: Kind
+KIND_GRAD: Kind
+KIND_OPTIM: Kind
+KIND_ACTIVATION: Kind
+MODE_UNSPECIFIED: Mode
+MODE_CREATE: Mode
+MODE_READ: Mode
+MODE_UPDATE: Mode
+MODE_CONSUME: Mode
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("version", "protocol", "pid", "side_socket", "dram_capacity_bytes", "dram_free_bytes", "embedded")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    SIDE_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    DRAM_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDED_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    protocol: int
+    pid: int
+    side_socket: str
+    dram_capacity_bytes: int
+    dram_free_bytes: int
+    embedded: bool
+    def __init__(self, version: _Optional[str] = ..., protocol: _Optional[int] = ..., pid: _Optional[int] = ..., side_socket: _Optional[str] = ..., dram_capacity_bytes: _Optional[int] = ..., dram_free_bytes: _Optional[int] = ..., embedded: _Optional[bool] = ...) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("stats_json",)
+    STATS_JSON_FIELD_NUMBER: _ClassVar[int]
+    stats_json: bytes
+    def __init__(self, stats_json: _Optional[bytes] = ...) -> None: ...
+
+class ClientMessage(_message.Message):
+    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    DECLARE_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    declare: Declare
+    admit: Admit
+    demand: Demand
+    commit: Commit
+    done: Done
+    discard: Discard
+    close: Close
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("token", "protocol", "job", "dram_bytes", "flash_bytes", "version")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLASH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    protocol: int
+    job: str
+    dram_bytes: int
+    flash_bytes: int
+    version: str
+    def __init__(self, token: _Optional[bytes] = ..., protocol: _Optional[int] = ..., job: _Optional[str] = ..., dram_bytes: _Optional[int] = ..., flash_bytes: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Declare(_message.Message):
+    __slots__ = ("specs",)
+    SPECS_FIELD_NUMBER: _ClassVar[int]
+    specs: _containers.RepeatedCompositeFieldContainer[Spec]
+    def __init__(self, specs: _Optional[_Iterable[_Union[Spec, _Mapping]]] = ...) -> None: ...
+
+class Spec(_message.Message):
+    __slots__ = ("spec_id", "kind", "unit", "nbytes", "tensors")
+    SPEC_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    spec_id: int
+    kind: Kind
+    unit: str
+    nbytes: int
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
+    def __init__(self, spec_id: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., unit: _Optional[str] = ..., nbytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+
+class TensorSpec(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "offset_bytes", "nbytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    offset_bytes: int
+    nbytes: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset_bytes: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("lane", "floor_specs")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_SPECS_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    floor_specs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lane: _Optional[str] = ..., floor_specs: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Demand(_message.Message):
+    __slots__ = ("lane", "epoch", "held", "target", "mode")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    epoch: int
+    held: bytes
+    target: int
+    mode: Mode
+    def __init__(self, lane: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[bytes] = ..., target: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("updated", "consumed")
+    UPDATED_FIELD_NUMBER: _ClassVar[int]
+    CONSUMED_FIELD_NUMBER: _ClassVar[int]
+    updated: bytes
+    consumed: bytes
+    def __init__(self, updated: _Optional[bytes] = ..., consumed: _Optional[bytes] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("serial",)
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    def __init__(self, serial: _Optional[int] = ...) -> None: ...
+
+class Discard(_message.Message):
+    __slots__ = ("bundles",)
+    BUNDLES_FIELD_NUMBER: _ClassVar[int]
+    bundles: bytes
+    def __init__(self, bundles: _Optional[bytes] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DaemonMessage(_message.Message):
+    __slots__ = ("opened", "admitted", "grant", "refuse", "alive", "closed")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    REFUSE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    opened: Opened
+    admitted: Admitted
+    grant: Grant
+    refuse: Refuse
+    alive: Alive
+    closed: Closed
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("session", "job", "arena_bytes", "frame_bytes", "bundle_cap_bytes", "flash_quota_bytes", "version")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FRAME_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_CAP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLASH_QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    job: str
+    arena_bytes: int
+    frame_bytes: int
+    bundle_cap_bytes: int
+    flash_quota_bytes: int
+    version: str
+    def __init__(self, session: _Optional[str] = ..., job: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., frame_bytes: _Optional[int] = ..., bundle_cap_bytes: _Optional[int] = ..., flash_quota_bytes: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Admitted(_message.Message):
+    __slots__ = ("lane", "budget_frames", "code", "message")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    budget_frames: int
+    code: str
+    message: str
+    def __init__(self, lane: _Optional[str] = ..., budget_frames: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("serial", "lane", "epoch", "bundle", "mode", "version", "runs", "answers")
+    SERIAL_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    serial: int
+    lane: str
+    epoch: int
+    bundle: int
+    mode: Mode
+    version: int
+    runs: bytes
+    answers: int
+    def __init__(self, serial: _Optional[int] = ..., lane: _Optional[str] = ..., epoch: _Optional[int] = ..., bundle: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., version: _Optional[int] = ..., runs: _Optional[bytes] = ..., answers: _Optional[int] = ...) -> None: ...
+
+class Refuse(_message.Message):
+    __slots__ = ("lane", "answers", "code", "message")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    answers: int
+    code: str
+    message: str
+    def __init__(self, lane: _Optional[str] = ..., answers: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Alive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Closed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

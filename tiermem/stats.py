@@ -1,0 +1,105 @@
+"""Frozen snapshots of what the store counts: one source for metrics, `tiermem status`, `job.stats()` and benchmarks."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Link(enum.StrEnum):
+    """Directed paths between tiers, as they are called in metrics."""
+
+    FLASH_TO_DRAM = "flash_to_dram"
+    DRAM_TO_FLASH = "dram_to_flash"
+
+
+class EvictReason(enum.StrEnum):
+    """Why a bundle left DRAM."""
+
+    DEMAND = "demand"
+
+
+class StallCause(enum.StrEnum):
+    """What a demand waited for: bytes from flash, room freed by a write-back, or the lane's own turn."""
+
+    LOAD = "load"
+    ROOM = "room"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStats:
+    """Since the daemon (or job) started. `seconds` is the sum over transfers of their time in I/O; `queue_seconds` before it."""
+
+    bytes: int = 0
+    transfers: int = 0
+    seconds: float = 0.0
+    queue_seconds: float = 0.0
+    queued_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """`used_bytes` includes slack and never exceeds `capacity_bytes`."""
+
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStats:
+    """One job. `tiers` by "dram" and "flash"; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim", "activation")."""
+
+    job: str
+    session: str
+    pid: int
+    tiers: dict[str, TierStats] = field(default_factory=dict)
+    links: dict[Link, LinkStats] = field(default_factory=dict)
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    bundles: int = 0
+    dirty_bytes: int = 0
+    leases: int = 0
+    leased_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    creates: int = 0
+    commits: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    evictions: dict[EvictReason, int] = field(default_factory=dict)
+    stall_seconds: dict[StallCause, float] = field(default_factory=dict)
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStats:
+    """One flash directory. `errors` by errno name ("EIO", "ENOSPC")."""
+
+    path: str
+    capacity_bytes: int
+    used_bytes: int
+    errors: dict[str, int] = field(default_factory=dict)
+    checksum_failures: int = 0
+    direct_io: bool = True
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """The whole daemon at one instant (one lock), so that used <= capacity holds in every snapshot.
+
+    The fields from `hits` on are totals over all jobs since the daemon started, ended jobs included: they never fall.
+    """
+
+    tiers: dict[str, TierStats]
+    links: dict[Link, LinkStats]
+    directories: tuple[DirectoryStats, ...]
+    jobs: tuple[JobStats, ...]
+    sessions_opened: int
+    sessions_ended: dict[str, int]
+    errors: dict[str, int]
+    hits: int = 0
+    misses: int = 0
+    creates: int = 0
+    commits: int = 0
+    evictions: dict[EvictReason, int] = field(default_factory=dict)
+    stall_seconds: dict[StallCause, float] = field(default_factory=dict)
