@@ -1,4 +1,6 @@
-"""tiermem: GPU memory, pinned DRAM and NVMe flash as one pool for fine-tuning, with the result bit for bit that of the plain script."""
+"""tiermem: GPU memory, pinned DRAM and NVMe flash as one pool for fine-tuning, with the result bit for bit that of the
+plain script.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ class Kind(enum.IntEnum):
 class Mode(enum.IntEnum):
     """How a lease may use a bundle. Numbers are those of the protocol.
 
-    CREATE: no load, the extent holds no bytes yet. READ: bytes stay as they are. UPDATE: dirty once committed. CONSUME: read, then free.
+    CREATE: no load, the extent holds no bytes yet. READ: bytes stay as they are. UPDATE: dirty once committed. CONSUME:
+    read, then free.
     """
 
     CREATE = 1
@@ -44,7 +45,9 @@ class TierName(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor inside a bundle. `offset_bytes` is from the bundle's first byte; `dtype` is torch's name without the prefix."""
+    """One tensor inside a bundle. `offset_bytes` is from the bundle's first byte; `dtype` is torch's name without the
+    prefix.
+    """
 
     name: str
     dtype: str

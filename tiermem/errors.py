@@ -1,7 +1,7 @@
 """One small tree of errors with stable codes.
 
-The core and the client raise these; `tiermem.rpc.status` maps codes to gRPC status and back, in one place. Every message names the
-offending value and the remedy.
+The core and the client raise these; `tiermem.rpc.status` maps codes to gRPC status and back, in one place. Every
+message names the offending value and the remedy.
 """
 
 from __future__ import annotations
@@ -122,10 +122,22 @@ class ProtocolError(TiermemError):
 _BY_CODE: dict[Code, type[TiermemError]] = {
     cls.code: cls
     for cls in (
-        InvalidArgument, ConfigError, NotFound, AccessDenied, Unsupported, ResourceExhausted, WorkingSetTooLarge, TierFull,
-        TierIOError, DataLoss, DirectoryInUse, DaemonUnavailable, DaemonTimeout, ProtocolError,
+        InvalidArgument,
+        ConfigError,
+        NotFound,
+        AccessDenied,
+        Unsupported,
+        ResourceExhausted,
+        WorkingSetTooLarge,
+        TierFull,
+        TierIOError,
+        DataLoss,
+        DirectoryInUse,
+        DaemonUnavailable,
+        DaemonTimeout,
+        ProtocolError,
     )
-}  # fmt: skip
+}
 
 
 def error_for(code: str, message: str) -> TiermemError:

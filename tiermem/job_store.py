@@ -1,8 +1,8 @@
 """One job's tensors: its arena, its flash extents, its ledger, and the transfers between them.
 
-Threads: `receive`, `declare`, `admit` come from the service; completions come from the mover's workers. `_lock` guards the ledger, the
-flash copies and the counters; it is never held across I/O. Messages for the client go to `outbox` in the order in which the ledger decided
-them, under the lock; `wake` is called afterwards, from whatever thread it was.
+Threads: `receive`, `declare`, `admit` come from the service; completions come from the mover's workers. `_lock` guards
+the ledger, the flash copies and the counters; it is never held across I/O. Messages for the client go to `outbox` in
+the order in which the ledger decided them, under the lock; `wake` is called afterwards, from whatever thread it was.
 """
 
 from __future__ import annotations
@@ -52,8 +52,19 @@ class _CopyInProgress:
 class JobStore:
     """See the module's docstring. Created by `TensorStore.open_job`; `close` ends it, from any thread, once."""
 
-    def __init__(self, job: str, session: str, pid: int, layout: ArenaLayout, dram: DramTier, flash: Tier,
-                 directories: Sequence[FlashDirectory], mover: Mover, clock: Clock, next_bundle_id: Callable[[], int]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        job: str,
+        session: str,
+        pid: int,
+        layout: ArenaLayout,
+        dram: DramTier,
+        flash: Tier,
+        directories: Sequence[FlashDirectory],
+        mover: Mover,
+        clock: Clock,
+        next_bundle_id: Callable[[], int],
+    ) -> None:
         self.job, self.session, self.pid, self.layout = job, session, pid, layout
         self._dram, self._flash, self._directories, self._mover, self._clock = dram, flash, directories, mover, clock
         self._lock = threading.Lock()
@@ -61,8 +72,14 @@ class JobStore:
         self.outbox: deque[DaemonBody] = deque()  # guarded by _lock for appends; drained by the service
         self.wake: Callable[[], None] = lambda: None
         self._ledger = GrantLedger(  # guarded by _lock
-            dram.allocator, layout.frame_bytes, layout.frames_for, flash.capacity_bytes // layout.frame_bytes,
-            layout.bundle_cap_bytes // layout.frame_bytes, LeastRecentlyUsed(), next_bundle_id)  # fmt: skip
+            dram.allocator,
+            layout.frame_bytes,
+            layout.frames_for,
+            flash.capacity_bytes // layout.frame_bytes,
+            layout.bundle_cap_bytes // layout.frame_bytes,
+            LeastRecentlyUsed(),
+            next_bundle_id,
+        )
         self._copies: dict[int, FlashCopy] = {}  # guarded by _lock
         self._asked_at: dict[tuple[str, int], float] = {}  # guarded by _lock
         self._stall_s: Counter[StallCause] = Counter()  # guarded by _lock
@@ -142,19 +159,27 @@ class JobStore:
     def _load(self, bundle: int) -> Transfer:
         record, copy = self._ledger.bundles[bundle], self._copies[bundle]
         spans = zip(self._chunks(record.spec.nbytes), copy.digests, strict=True)
-        chunks = [partial(self._read_chunk, record.spec, record.runs, copy.extent, span, expected) for span, expected in spans]
+        chunks = [
+            partial(self._read_chunk, record.spec, record.runs, copy.extent, span, expected) for span, expected in spans
+        ]
         done = partial(self._load_done, bundle)
-        return Transfer(Link.FLASH_TO_DRAM, record.spec.nbytes, Prepared(copy.extent.place, chunks), done, -math.inf, self.session)
+        return Transfer(
+            Link.FLASH_TO_DRAM, record.spec.nbytes, Prepared(copy.extent.place, chunks), done, -math.inf, self.session
+        )
 
-    def _read_chunk(self, spec: BundleSpec, runs: tuple[Run, ...], extent: Extent, span: tuple[int, int], expected: int) -> None:
+    def _read_chunk(
+        self, spec: BundleSpec, runs: tuple[Run, ...], extent: Extent, span: tuple[int, int], expected: int
+    ) -> None:
         views = self._dram.views(runs, *span)
         self._flash.read(extent, span[0], views)
         self._directories[extent.place].count_traffic(span[1], 0)
         if digest(views) != expected:
             directory = self._directories[extent.place]
             directory.count_checksum_failure()
-            raise DataLoss(f"{spec} of job {self.job!r}: {format_size(span[1])} at offset {span[0]} read back from {directory.path} are not "
-                           "what was written; check the drive, and restore the job from its last checkpoint")  # fmt: skip
+            raise DataLoss(
+                f"{spec} of job {self.job!r}: {format_size(span[1])} at offset {span[0]} read back from {directory.path} are not "
+                "what was written; check the drive, and restore the job from its last checkpoint"
+            )
 
     def _load_done(self, bundle: int, error: TiermemError | None) -> None:
         with self._lock:
@@ -170,11 +195,17 @@ class JobStore:
         done = partial(self._write_done, bundle, copy)
         return Transfer(Link.DRAM_TO_FLASH, record.spec.nbytes, prepare, done, -math.inf, self.session)
 
-    def _reserve_copy(self, spec: BundleSpec, runs: tuple[Run, ...], spans: list[tuple[int, int]], copy: _CopyInProgress) -> Prepared:
+    def _reserve_copy(
+        self, spec: BundleSpec, runs: tuple[Run, ...], spans: list[tuple[int, int]], copy: _CopyInProgress
+    ) -> Prepared:
         extent = copy.extent = self._flash.reserve(spec.nbytes)
-        return Prepared(extent.place, [partial(self._write_chunk, runs, extent, copy, i, span) for i, span in enumerate(spans)])
+        return Prepared(
+            extent.place, [partial(self._write_chunk, runs, extent, copy, i, span) for i, span in enumerate(spans)]
+        )
 
-    def _write_chunk(self, runs: tuple[Run, ...], extent: Extent, copy: _CopyInProgress, index: int, span: tuple[int, int]) -> None:
+    def _write_chunk(
+        self, runs: tuple[Run, ...], extent: Extent, copy: _CopyInProgress, index: int, span: tuple[int, int]
+    ) -> None:
         views = self._dram.views(runs, *span)
         copy.digests[index] = digest(views)
         self._flash.write(extent, span[0], views)
@@ -195,8 +226,10 @@ class JobStore:
     # -- the end, and what it looks like
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Free everything: the client's process is gone or has said so. Waits for transfers in flight; raises DaemonUnavailable after
-        `timeout_s` (a disk that does not answer), and then keeps the frames that are in transfer."""
+        """Free everything: the client's process is gone or has said so. Waits for transfers in flight; raises
+        DaemonUnavailable after `timeout_s` (a disk that does not answer), and then keeps the frames that are in
+        transfer.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -205,7 +238,9 @@ class JobStore:
         self._perform(work)
         with self._lock:
             if not self._drained.wait_for(lambda: self._ledger.drained, timeout_s):
-                raise DaemonUnavailable(f"job {self.job!r}: transfers did not end within {timeout_s} s; its arena is kept")
+                raise DaemonUnavailable(
+                    f"job {self.job!r}: transfers did not end within {timeout_s} s; its arena is kept"
+                )
         self._flash.close()
         self._dram.close()
         self._mover.forget(self.session)
@@ -223,15 +258,28 @@ class JobStore:
             frames = self._dram.allocator
             used_frames = 0 if self._closed else frames.frames - frames.free_frames
             return JobStats(
-                job=self.job, session=self.session, pid=self.pid,
-                tiers={"dram": TierStats(self.layout.arena_bytes, used_frames * frame_bytes),
-                       "flash": TierStats(self._flash.capacity_bytes, self._flash.used_bytes)},
-                links=self._mover.links(self.session), bytes_by_kind=dict(kinds), bundles=len(ledger.bundles), dirty_bytes=dirty,
-                leases=len(ledger.pins), leased_bytes=sum(ledger.bundles[b].frames for b in leased) * frame_bytes,
-                hits=ledger.hits, misses=ledger.misses, creates=ledger.creates, commits=ledger.commits,
-                refusals=dict(ledger.refusals), evictions={reason: ledger.evictions[reason] for reason in EvictReason},
-                stall_seconds={cause: self._stall_s[cause] for cause in StallCause}, waiting=len(ledger.open),
-            )  # fmt: skip
+                job=self.job,
+                session=self.session,
+                pid=self.pid,
+                tiers={
+                    "dram": TierStats(self.layout.arena_bytes, used_frames * frame_bytes),
+                    "flash": TierStats(self._flash.capacity_bytes, self._flash.used_bytes),
+                },
+                links=self._mover.links(self.session),
+                bytes_by_kind=dict(kinds),
+                bundles=len(ledger.bundles),
+                dirty_bytes=dirty,
+                leases=len(ledger.pins),
+                leased_bytes=sum(ledger.bundles[b].frames for b in leased) * frame_bytes,
+                hits=ledger.hits,
+                misses=ledger.misses,
+                creates=ledger.creates,
+                commits=ledger.commits,
+                refusals=dict(ledger.refusals),
+                evictions={reason: ledger.evictions[reason] for reason in EvictReason},
+                stall_seconds={cause: self._stall_s[cause] for cause in StallCause},
+                waiting=len(ledger.open),
+            )
 
     def check_invariants(self) -> None:
         """The ledger's, the tiers', and: a bundle whose newest bytes are in flash has a copy there."""
@@ -242,5 +290,3 @@ class JobStore:
                     assert bundle in self._copies, f"bundle {bundle} is {record.state} without a flash copy"
             assert set(self._copies) <= set(self._ledger.bundles), "flash copies of bundles that are gone"
         self._flash.check_invariants()
-
-

@@ -1,4 +1,6 @@
-"""How an arena is divided: frames, the bundle cap, and the chunk in which transfers and digests are cut (DESIGN section 4)."""
+"""How an arena is divided: frames, the bundle cap, and the chunk in which transfers and digests are cut (DESIGN section
+4).
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,13 @@ class ArenaLayout:
 def arena_layout(arena_bytes: int) -> ArenaLayout:
     """Layout of an arena of `arena_bytes` rounded down to whole frames. Raises InvalidArgument below 1 MiB.
 
-    A frame is arena / 512 rounded down to a power of two, at least 4 KiB and at most 512 KiB; above 4 GiB it doubles until there are
-    at most 8,192 frames. The bundle cap is min(64 MiB, arena / 8).
+    A frame is arena / 512 rounded down to a power of two, at least 4 KiB and at most 512 KiB; above 4 GiB it doubles
+    until there are at most 8,192 frames. The bundle cap is min(64 MiB, arena / 8).
     """
     if arena_bytes < MIN_ARENA_BYTES:
-        raise InvalidArgument(f"a DRAM arena of {format_size(arena_bytes)} is too small; give at least {format_size(MIN_ARENA_BYTES)}")
+        raise InvalidArgument(
+            f"a DRAM arena of {format_size(arena_bytes)} is too small; give at least {format_size(MIN_ARENA_BYTES)}"
+        )
     frame_bytes = min(512 * KIB, max(PAGE_BYTES, 1 << (arena_bytes // 512).bit_length() - 1))
     if arena_bytes > 4 * GIB:
         while arena_bytes // frame_bytes > MAX_FRAMES:

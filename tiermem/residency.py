@@ -1,10 +1,11 @@
-"""Where a bundle's bytes are: one transition table over residency, dirtiness and loss. Pure; the ledger applies it under the store's lock.
+"""Where a bundle's bytes are: one transition table over residency, dirtiness and loss. Pure; the ledger applies it
+under the store's lock.
 
     ABSENT -create-> BLANK -commit-> DIRTY -write-> WRITING -written-> CLEAN -drop-> FLASH -load-> LOADING -loaded-> CLEAN
 
-The state says which memory a bundle costs: BLANK, LOADING, CLEAN, DIRTY, WRITING and DOOMED own DRAM frames, the others own none.
-At every moment the newest committed version is in DRAM (CLEAN, DIRTY, WRITING) or in flash (FLASH, LOADING, CLEAN); beside DIRTY and
-WRITING flash may still hold an older one.
+The state says which memory a bundle costs: BLANK, LOADING, CLEAN, DIRTY, WRITING and DOOMED own DRAM frames, the others
+own none. At every moment the newest committed version is in DRAM (CLEAN, DIRTY, WRITING) or in flash (FLASH, LOADING,
+CLEAN); beside DIRTY and WRITING flash may still hold an older one.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class IllegalTransition(AssertionError):
 
 @dataclass(slots=True)
 class BundleRecord:
-    """What the ledger knows of one bundle. `version` is the newest committed one (0: none), `flash_version` that of the flash copy."""
+    """What the ledger knows of one bundle. `version` is the newest committed one (0: none), `flash_version` that of the
+    flash copy.
+    """
 
     bundle_id: int
     spec: BundleSpec
@@ -98,16 +101,24 @@ class BundleRecord:
         """Follow the table, or raise IllegalTransition with the history."""
         new = TRANSITIONS.get((self.state, event))
         if new is None:
-            raise IllegalTransition(f"bundle {self.bundle_id} ({self.spec}): {event.value!r} while {self.state.value}; "
-                                    f"history: {', '.join(self.history) or 'none'}")  # fmt: skip
+            raise IllegalTransition(
+                f"bundle {self.bundle_id} ({self.spec}): {event.value!r} while {self.state.value}; "
+                f"history: {', '.join(self.history) or 'none'}"
+            )
         self.history.append(f"{self.state.value} -{event.value}-> {new.value}")
         self.state = new
 
     def check_invariants(self) -> None:
         """Sizes and versions fit the state."""
         owned = sum(n for _, n in self.runs)
-        assert owned == (self.frames if self.state in FRAMED else 0), f"bundle {self.bundle_id}: {self.state} owns {owned} frames"
+        assert owned == (self.frames if self.state in FRAMED else 0), (
+            f"bundle {self.bundle_id}: {self.state} owns {owned} frames"
+        )
         if self.state in (State.FLASH, State.LOADING, State.CLEAN):
-            assert self.flash_version == self.version > 0, f"bundle {self.bundle_id}: {self.state} without its newest flash copy"
+            assert self.flash_version == self.version > 0, (
+                f"bundle {self.bundle_id}: {self.state} without its newest flash copy"
+            )
         if self.state in (State.DIRTY, State.WRITING):
-            assert self.version > 0 and self.flash_version <= self.version, f"bundle {self.bundle_id}: {self.state} versions"
+            assert self.version > 0 and self.flash_version <= self.version, (
+                f"bundle {self.bundle_id}: {self.state} versions"
+            )

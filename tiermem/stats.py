@@ -28,7 +28,9 @@ class StallCause(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Since the daemon (or job) started. `seconds` is the sum over transfers of their time in I/O; `queue_seconds` before it."""
+    """Since the daemon (or job) started. `seconds` is the sum over transfers of their time in I/O; `queue_seconds`
+    before it.
+    """
 
     bytes: int = 0
     transfers: int = 0
@@ -47,7 +49,9 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class JobStats:
-    """One job. `tiers` by "dram" and "flash"; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim", "activation")."""
+    """One job. `tiers` by "dram" and "flash"; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim",
+    "activation").
+    """
 
     job: str
     session: str

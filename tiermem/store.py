@@ -1,6 +1,7 @@
 """The tensor store of a node: what all jobs share (DRAM capacity, flash directories, the mover), and the jobs.
 
-`_lock` guards the table of jobs and the totals of ended ones. A job has a lock of its own, so jobs do not wait for each other.
+`_lock` guards the table of jobs and the totals of ended ones. A job has a lock of its own, so jobs do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -49,25 +50,44 @@ class Totals:
         total = self
         for job in jobs:
             total = Totals(
-                total.hits + job.hits, total.misses + job.misses, total.creates + job.creates, total.commits + job.commits,
-                total.evictions + Counter(job.evictions), total.stall_seconds + Counter(job.stall_seconds),
-                total.refusals + Counter(job.refusals), total.reasons + Counter([reason] if reason else []),
-            )  # fmt: skip
+                total.hits + job.hits,
+                total.misses + job.misses,
+                total.creates + job.creates,
+                total.commits + job.commits,
+                total.evictions + Counter(job.evictions),
+                total.stall_seconds + Counter(job.stall_seconds),
+                total.refusals + Counter(job.refusals),
+                total.reasons + Counter([reason] if reason else []),
+            )
         return total
 
 
 def _directory_stats(directory: FlashDirectory) -> DirectoryStats:
     read_bytes, written_bytes = directory.traffic_bytes
     return DirectoryStats(
-        str(directory.path), directory.capacity_bytes, directory.used_bytes, directory.errors, directory.checksum_failures,
-        directory.direct_io, read_bytes, written_bytes)  # fmt: skip
+        str(directory.path),
+        directory.capacity_bytes,
+        directory.used_bytes,
+        directory.errors,
+        directory.checksum_failures,
+        directory.direct_io,
+        read_bytes,
+        written_bytes,
+    )
 
 
 class TensorStore:
     """All methods may be called from any thread; `open_job` and `JobStore.close` block for the memory they touch."""
 
-    def __init__(self, dram_bytes: int, directories: Sequence[FlashDirectory], mover: Mover, clock: Clock,
-                 default_job_share: float = 0.5, wrap_flash: Callable[[Tier], Tier] = lambda tier: tier) -> None:  # fmt: skip
+    def __init__(
+        self,
+        dram_bytes: int,
+        directories: Sequence[FlashDirectory],
+        mover: Mover,
+        clock: Clock,
+        default_job_share: float = 0.5,
+        wrap_flash: Callable[[Tier], Tier] = lambda tier: tier,
+    ) -> None:
         self.dram_bytes = dram_bytes
         self._directories, self._mover, self._clock = tuple(directories), mover, clock
         self._default_job_share = default_job_share
@@ -86,9 +106,11 @@ class TensorStore:
             return self.dram_bytes - sum(self._reserved.values())
 
     def open_job(self, job: str, pid: int, dram_bytes: int, flash_bytes: int) -> JobStore:
-        """Give a job an arena and flash room. Sizes of 0 mean the default share of what is free, and all that the directories have.
+        """Give a job an arena and flash room. Sizes of 0 mean the default share of what is free, and all that the
+        directories have.
 
-        Raises InvalidArgument for a bad or taken name or size, ResourceExhausted where the arena does not fit, TierIOError.
+        Raises InvalidArgument for a bad or taken name or size, ResourceExhausted where the arena does not fit,
+        TierIOError.
         """
         if not job or len(job) > 200 or not job.isprintable():
             raise InvalidArgument(f"job name {job[:200]!r} must be 1 to 200 printable characters")
@@ -98,8 +120,10 @@ class TensorStore:
             if job in self._jobs:
                 raise InvalidArgument(f"job {job!r} is running here already; choose another name with job=")
             if wanted > free:
-                raise ResourceExhausted(f"job {job!r} asks for {format_size(wanted)} of DRAM, {format_size(free)} of "
-                                        f"{format_size(self.dram_bytes)} are free; ask for less with dram=, or end another job")  # fmt: skip
+                raise ResourceExhausted(
+                    f"job {job!r} asks for {format_size(wanted)} of DRAM, {format_size(free)} of "
+                    f"{format_size(self.dram_bytes)} are free; ask for less with dram=, or end another job"
+                )
             layout = arena_layout(wanted)
             self._jobs[job], self._reserved[job] = None, layout.arena_bytes
         try:
@@ -113,15 +137,27 @@ class TensorStore:
             self._forget(job)
             raise
         session = secrets.token_hex(8)
-        store = JobStore(job, session, pid, layout, dram, self._wrap_flash(flash), self._directories, self._mover, self._clock,
-                         lambda: next(self._bundle_ids))  # fmt: skip
+        store = JobStore(
+            job,
+            session,
+            pid,
+            layout,
+            dram,
+            self._wrap_flash(flash),
+            self._directories,
+            self._mover,
+            self._clock,
+            lambda: next(self._bundle_ids),
+        )
         with self._lock:
             self._jobs[job] = store
             self._opened += 1
         return store
 
     def close_job(self, store: JobStore, reason: str) -> None:
-        """End a job and free what it had; blocks for the transfers in flight. `reason` is a bounded label ("closed", "died", ...)."""
+        """End a job and free what it had; blocks for the transfers in flight. `reason` is a bounded label ("closed",
+        "died", ...).
+        """
         with self._lock:
             if self._jobs.get(store.job) is not store:
                 return
@@ -154,13 +190,23 @@ class TensorStore:
         totals = ended.plus(live)
         errors.update(totals.refusals)
         return StoreStats(
-            tiers={"dram": TierStats(self.dram_bytes, sum(job.tiers["dram"].used_bytes for job in live)),
-                   "flash": TierStats(sum(d.capacity_bytes for d in directories), sum(d.used_bytes for d in directories))},
-            links=self._mover.links(), directories=directories, jobs=live, sessions_opened=opened,
-            sessions_ended=dict(ended.reasons), errors=dict(errors), hits=totals.hits, misses=totals.misses, creates=totals.creates,
-            commits=totals.commits, evictions={r: totals.evictions[r] for r in EvictReason},
+            tiers={
+                "dram": TierStats(self.dram_bytes, sum(job.tiers["dram"].used_bytes for job in live)),
+                "flash": TierStats(sum(d.capacity_bytes for d in directories), sum(d.used_bytes for d in directories)),
+            },
+            links=self._mover.links(),
+            directories=directories,
+            jobs=live,
+            sessions_opened=opened,
+            sessions_ended=dict(ended.reasons),
+            errors=dict(errors),
+            hits=totals.hits,
+            misses=totals.misses,
+            creates=totals.creates,
+            commits=totals.commits,
+            evictions={r: totals.evictions[r] for r in EvictReason},
             stall_seconds={c: totals.stall_seconds[c] for c in StallCause},
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """End every job, then the mover and the directories."""

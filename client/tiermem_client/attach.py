@@ -54,13 +54,14 @@ def attach(
 ) -> Job:
     """Put a model's parameters, gradients and optimizer state into the tiered store; the training loop stays as it is.
 
-    `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all that the state needs,
-    if less; with a service its default share). `flash`: with an embedded daemon a directory, with a service the job's quota as a size;
-    default a private directory under TIERMEM_FLASH or the user's cache directory, removed at exit. `endpoint`: a service's socket, or
-    "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may be silent.
+    `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all
+    that the state needs, if less; with a service its default share). `flash`: with an embedded daemon a directory, with
+    a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
+    removed at exit. `endpoint`: a service's socket, or "embedded"; default TIERMEM_ENDPOINT, else a running service,
+    else embedded. `timeout_s`: how long a daemon may be silent.
 
-    Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the floor does not fit),
-    DaemonUnavailable. After an error the model and the optimizer are as they were.
+    Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
+    floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"attach expects a torch.nn.Module, not {type(model).__name__}")
@@ -89,8 +90,14 @@ def attach(
     attached.undo.append(lambda: object.__delattr__(model, "_tiermem_job"))
     if not faulthandler.is_enabled() and sys.stderr is not None and _has_fileno():
         faulthandler.enable()  # a stray access to bytes that are not resident is a fault: show the Python line
-    _log.info("job %r: %d units, %d tensors, %s of parameters; %s of DRAM", name, len(units), len(storages),
-              format_size(sum(s.nbytes for s in storages.values())), format_size(session.opened.arena_bytes))  # fmt: skip
+    _log.info(
+        "job %r: %d units, %d tensors, %s of parameters; %s of DRAM",
+        name,
+        len(units),
+        len(storages),
+        format_size(sum(s.nbytes for s in storages.values())),
+        format_size(session.opened.arena_bytes),
+    )
     return attached
 
 
@@ -102,18 +109,31 @@ def _has_fileno() -> bool:
     return True
 
 
-def _probe(optimizer: torch.optim.Optimizer | None, storages: dict[int, ManagedStorage]) -> dict[nn.Parameter, OptimizerForm]:
+def _probe(
+    optimizer: torch.optim.Optimizer | None, storages: dict[int, ManagedStorage]
+) -> dict[nn.Parameter, OptimizerForm]:
     """What the optimizer does with each managed parameter. Raises Unsupported before anything has changed."""
     if optimizer is None:
         return {}
     managed = {m.parameter for s in storages.values() for m in s.parameters}
     probe = OptimizerProbe(optimizer)
-    return {p: probe.form(i, p) for i, g in enumerate(optimizer.param_groups) for p in g["params"] if p in managed and p.numel() > 0}
+    return {
+        p: probe.form(i, p)
+        for i, g in enumerate(optimizer.param_groups)
+        for p in g["params"]
+        if p in managed and p.numel() > 0
+    }
 
 
-def _open(dram: int | str | None, flash: str | os.PathLike[str] | None, job: str | None, endpoint: str | os.PathLike[str] | None,
-          timeout_s: float | None, storages: dict[int, ManagedStorage],
-          forms: dict[nn.Parameter, OptimizerForm]) -> tuple[Session, EmbeddedDaemon | None, str]:  # fmt: skip
+def _open(
+    dram: int | str | None,
+    flash: str | os.PathLike[str] | None,
+    job: str | None,
+    endpoint: str | os.PathLike[str] | None,
+    timeout_s: float | None,
+    storages: dict[int, ManagedStorage],
+    forms: dict[nn.Parameter, OptimizerForm],
+) -> tuple[Session, EmbeddedDaemon | None, str]:
     environ = os.environ
     silence_s = _timeout(timeout_s)
     dram_bytes = 0 if dram is None else parse_size(dram)
@@ -169,12 +189,18 @@ def _fallbacks(session: Session) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _build(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None, forms: dict[nn.Parameter, OptimizerForm]) -> None:
+def _build(
+    job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None, forms: dict[nn.Parameter, OptimizerForm]
+) -> None:
     """Cut units into groups, declare all bundles, and be admitted with the floor that they imply."""
     residency, session = job.residency, job.residency.session
 
     def weight(storage: ManagedStorage) -> float:
-        state = sum(m.parameter.numel() * forms[m.parameter].state_bytes_per_element() for m in storage.parameters if m.parameter in forms)
+        state = sum(
+            m.parameter.numel() * forms[m.parameter].state_bytes_per_element()
+            for m in storage.parameters
+            if m.parameter in forms
+        )
         return max(1.0, state / max(1, storage.nbytes))
 
     for unit in units:
@@ -193,7 +219,9 @@ def _build(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None,
 
 
 def _parameters_used(module: nn.Module, unit: Unit, units: list[Unit]) -> list[nn.Parameter]:
-    """A block uses all parameters inside it; a leftover module only its own, since the modules inside it are units themselves."""
+    """A block uses all parameters inside it; a leftover module only its own, since the modules inside it are units
+    themselves.
+    """
     others = {m for u in units if u is not unit for m in u.modules}
     if any(child in others for child in module.modules() if child is not module):
         return list(module.parameters(recurse=False))

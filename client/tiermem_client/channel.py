@@ -1,5 +1,6 @@
-"""Finding a daemon and dialling it: endpoint resolution, the gRPC channel, the version handshake. No module-level channel: a forked
-child must not inherit one by accident."""
+"""Finding a daemon and dialling it: endpoint resolution, the gRPC channel, the version handshake. No module-level
+channel: a forked child must not inherit one by accident.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ _OPTIONS = [
 
 
 def resolve_endpoint(endpoint: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> Path | None:
-    """The socket to dial, or None for an embedded daemon: the argument, else TIERMEM_ENDPOINT, else a running service, else embedded.
+    """The socket to dial, or None for an embedded daemon: the argument, else TIERMEM_ENDPOINT, else a running service,
+    else embedded.
 
     Raises InvalidArgument for a form that is not a Unix socket's path ("unix:/path" or "/path").
     """
@@ -38,7 +40,9 @@ def resolve_endpoint(endpoint: str | os.PathLike[str] | None, environ: Mapping[s
     if text:
         path = text.removeprefix("unix:")
         if "://" in text or (not path.startswith(("/", "~", ".")) and ":" in path):
-            raise InvalidArgument(f"endpoint {text!r} is not a Unix socket; give unix:/path/tiermemd.sock, or 'embedded'")
+            raise InvalidArgument(
+                f"endpoint {text!r} is not a Unix socket; give unix:/path/tiermemd.sock, or 'embedded'"
+            )
         return Path(path).expanduser()
     return next((socket for socket in socket_candidates(environ, Host.current()) if _is_socket(socket)), None)
 
@@ -75,6 +79,8 @@ def dial(socket: Path, timeout_s: float) -> Connection:
         raise type(cause)(f"no tiermem daemon answers at {socket}: {cause}") from error
     if info.protocol != codec.PROTOCOL:
         channel.close()
-        raise DaemonUnavailable(f"the daemon at {socket} (tiermem {info.version}) speaks protocol {info.protocol}, this client "
-                                f"{codec.PROTOCOL}; install the same version on both sides")  # fmt: skip
+        raise DaemonUnavailable(
+            f"the daemon at {socket} (tiermem {info.version}) speaks protocol {info.protocol}, this client "
+            f"{codec.PROTOCOL}; install the same version on both sides"
+        )
     return Connection(socket, channel, stub, info)

@@ -1,5 +1,6 @@
-"""`state_dict` and `load_state_dict` of model and optimizer: what leaves is a private copy, what arrives is copied in; one module's bundles
-are leased at a time."""
+"""`state_dict` and `load_state_dict` of model and optimizer: what leaves is a private copy, what arrives is copied in;
+one module's bundles are leased at a time.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,12 @@ class ModelCheckpoints:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             entry = state_dict.get(prefix + name)
             storage = self._storages.get(storage_key(parameter) or 0)
-            if storage is None or not isinstance(entry, torch.Tensor) or entry is parameter or storage_key(entry) != storage_key(parameter):
+            if (
+                storage is None
+                or not isinstance(entry, torch.Tensor)
+                or entry is parameter
+                or storage_key(entry) != storage_key(parameter)
+            ):
                 continue
             # Tied parameters share one copy within one state_dict call, as they share one storage in the model.
             if self._made_for() is not state_dict:
@@ -66,7 +72,9 @@ class ModelCheckpoints:
             if key not in self._made:
                 self._made[key] = self._copy_storage(storage)
             twin = torch.empty(0, dtype=entry.dtype)
-            state_dict[prefix + name] = twin.set_(self._made[key].untyped_storage(), entry.storage_offset(), entry.shape, entry.stride())
+            state_dict[prefix + name] = twin.set_(
+                self._made[key].untyped_storage(), entry.storage_offset(), entry.shape, entry.stride()
+            )
 
     def _copy_storage(self, storage: ManagedStorage) -> torch.Tensor:
         assert storage.group is not None
@@ -77,11 +85,19 @@ class ModelCheckpoints:
         finally:
             self._residency.release(bundles)
 
-    def _load(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any) -> None:
+    def _load(
+        self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            raise Unsupported("load_state_dict(assign=True) replaces managed parameters by other objects; load with assign=False")
+            raise Unsupported(
+                "load_state_dict(assign=True) replaces managed parameters by other objects; load with assign=False"
+            )
         self._release()
-        groups = dict.fromkeys(s.group for p in module.parameters(recurse=False) if (s := self._storages.get(storage_key(p) or 0)) and s.group)
+        groups = dict.fromkeys(
+            s.group
+            for p in module.parameters(recurse=False)
+            if (s := self._storages.get(storage_key(p) or 0)) and s.group
+        )
         bundles = [b for group in groups for b in group.bundles]
         self._residency.acquire(bundles, Mode.UPDATE)
         for bundle in bundles:
@@ -137,7 +153,10 @@ class OptimizerCheckpoints:
         addresses = self._updater.state_addresses_of(parameter)
         self._residency.acquire(bundles, Mode.READ)
         try:
-            return {k: self._copies.copy(v) if isinstance(v, torch.Tensor) and v.data_ptr() in addresses else v for k, v in values.items()}
+            return {
+                k: self._copies.copy(v) if isinstance(v, torch.Tensor) and v.data_ptr() in addresses else v
+                for k, v in values.items()
+            }
         finally:
             self._residency.release(bundles)
 

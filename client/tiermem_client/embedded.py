@@ -1,4 +1,6 @@
-"""The embedded daemon: a private `tiermemd` child, used where no service runs. Same code, same protocol, tied to the trainer's life."""
+"""The embedded daemon: a private `tiermemd` child, used where no service runs. Same code, same protocol, tied to the
+trainer's life.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _log = logging.getLogger("tiermem.embedded")
 
 
 def default_flash_directory(environ: Mapping[str, str]) -> Path:
-    """Where an embedded daemon spills by default: under TIERMEM_FLASH, else the user's cache directory. Never a temporary memory filesystem
-    by silence: the daemon refuses tmpfs with a remedy."""
+    """Where an embedded daemon spills by default: under TIERMEM_FLASH, else the user's cache directory. Never a
+    temporary memory filesystem by silence: the daemon refuses tmpfs with a remedy.
+    """
     root = environ.get("TIERMEM_FLASH", "").partition(",")[0].partition(":")[0]
     if root:
         return Path(root).expanduser()
@@ -32,7 +35,14 @@ def default_flash_directory(environ: Mapping[str, str]) -> Path:
 class EmbeddedDaemon:
     """Start with the constructor, end with `stop` (idempotent). Dies with this process whatever happens to it."""
 
-    def __init__(self, dram_bytes: int, flash: str | None, environ: Mapping[str, str], start_timeout_s: float, fault_script: str = "") -> None:
+    def __init__(
+        self,
+        dram_bytes: int,
+        flash: str | None,
+        environ: Mapping[str, str],
+        start_timeout_s: float,
+        fault_script: str = "",
+    ) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="tiermem-"))  # mode 0700
         self.socket = self._directory / "tiermemd.sock"
         self._private_flash: Path | None = None
@@ -43,18 +53,43 @@ class EmbeddedDaemon:
                 self._private_flash = Path(tempfile.mkdtemp(prefix=f"job-{os.getpid()}-", dir=parent))
             except OSError as error:
                 shutil.rmtree(self._directory, ignore_errors=True)
-                raise DaemonUnavailable(f"no flash directory can be made in {parent}: {error}; give flash='/path/on/a/disk'") from error
+                raise DaemonUnavailable(
+                    f"no flash directory can be made in {parent}: {error}; give flash='/path/on/a/disk'"
+                ) from error
             flash = str(self._private_flash)
         self._log_path = self._directory / "daemon.log"
         ready, child_end = os.pipe()
-        command = [sys.executable, "-m", "tiermem_daemon", "serve", "--embedded", "--socket", str(self.socket), "--dram", str(dram_bytes),
-                   "--flash", flash, "--owner-pid", str(os.getpid()), "--ready-fd", str(child_end)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tiermem_daemon",
+            "serve",
+            "--embedded",
+            "--socket",
+            str(self.socket),
+            "--dram",
+            str(dram_bytes),
+            "--flash",
+            flash,
+            "--owner-pid",
+            str(os.getpid()),
+            "--ready-fd",
+            str(child_end),
+        ]
         if fault_script:
             command += ["--fault-script", fault_script]
         try:
             with open(self._log_path, "wb") as log:
-                self._process = subprocess.Popen(command, pass_fds=[child_end], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                                 cwd=self._directory, env=_clean(environ), start_new_session=True)  # fmt: skip
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[child_end],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self._directory,
+                    env=_clean(environ),
+                    start_new_session=True,
+                )
         finally:
             os.close(child_end)
         try:
@@ -76,10 +111,14 @@ class EmbeddedDaemon:
         while not text.endswith(b"\n"):
             readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
-                raise DaemonUnavailable(f"the embedded daemon was not ready within {timeout_s:g} s; its log ends: {self._log_tail()}")
+                raise DaemonUnavailable(
+                    f"the embedded daemon was not ready within {timeout_s:g} s; its log ends: {self._log_tail()}"
+                )
             piece = os.read(fd, 4096)
             if not piece:
-                raise DaemonUnavailable(f"the embedded daemon ended while starting (exit code {self._process.wait()}): {self._log_tail()}")
+                raise DaemonUnavailable(
+                    f"the embedded daemon ended while starting (exit code {self._process.wait()}): {self._log_tail()}"
+                )
             text += piece
         line = text.decode(errors="replace").strip()
         if line != "READY":
@@ -107,5 +146,7 @@ class EmbeddedDaemon:
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:
     """The child's environment: its options come by command line, so a service's TIERMEM_* settings must not reach it."""
     child = {key: value for key, value in environ.items() if not key.startswith("TIERMEM_")}
-    child["PYTHONPATH"] = os.pathsep.join([p for p in sys.path if p] + [child["PYTHONPATH"]] if child.get("PYTHONPATH") else [p for p in sys.path if p])
+    child["PYTHONPATH"] = os.pathsep.join(
+        [p for p in sys.path if p] + [child["PYTHONPATH"]] if child.get("PYTHONPATH") else [p for p in sys.path if p]
+    )
     return child

@@ -1,4 +1,6 @@
-"""The largest set of bundles that a lane uses together: what the daemon must promise before anything runs (no hold-and-wait)."""
+"""The largest set of bundles that a lane uses together: what the daemon must promise before anything runs (no
+hold-and-wait).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from tiermem_client.units import Unit
 from tiermem_client.updates import Updater
 
 
-def main_floor(units: Iterable[Unit], book: GradBook, updater: Updater | None, frames_for: Callable[[int], int]) -> list[Bundle]:
-    """The set with most frames among: a unit's forward inside the units around it; a group's backward with its gradients beside them;
-    one group's update."""
+def main_floor(
+    units: Iterable[Unit], book: GradBook, updater: Updater | None, frames_for: Callable[[int], int]
+) -> list[Bundle]:
+    """The set with most frames among: a unit's forward inside the units around it; a group's backward with its
+    gradients beside them; one group's update.
+    """
     units = list(units)
     around = _around(units)
     sets: list[list[Bundle]] = []

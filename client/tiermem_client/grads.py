@@ -1,8 +1,9 @@
-"""Gradients that live in the store: `p.grad` is a handle, a tensor without bytes, and every operation on it streams the real ones.
+"""Gradients that live in the store: `p.grad` is a handle, a tensor without bytes, and every operation on it streams the
+real ones.
 
-A *slot* is one parameter's place in its group's GRAD bundles. Zeroing a handle does no I/O: the slot is marked zero, and bundles whose slots
-are all zero or dropped are discarded. Bundles stay leased while operations stay in one group (a hundred `add_` of one block are one
-lease) and are committed when another group is touched.
+A *slot* is one parameter's place in its group's GRAD bundles. Zeroing a handle does no I/O: the slot is marked zero,
+and bundles whose slots are all zero or dropped are discarded. Bundles stay leased while operations stay in one group (a
+hundred `add_` of one block are one lease) and are committed when another group is touched.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from tiermem_client.units import Group, ManagedParameter, ManagedStorage
 
 @dataclass(slots=True, eq=False)
 class GradSlot:
-    """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies there."""
+    """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies
+    there.
+    """
 
     store: GradStore
     managed: ManagedParameter
@@ -40,7 +43,14 @@ class GradSlot:
     @property
     def real(self) -> torch.Tensor:
         """A tensor over the slot's bytes; valid while the group's bundles are leased."""
-        return alias(self.store.bundles[0].range.address + self.offset_bytes, self.nbytes, self.dtype, self.managed.shape, self.stride, 0)
+        return alias(
+            self.store.bundles[0].range.address + self.offset_bytes,
+            self.nbytes,
+            self.dtype,
+            self.managed.shape,
+            self.stride,
+            0,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -66,8 +76,12 @@ class GradBook:
 
     def install(self, storages: Iterable[ManagedStorage]) -> Callable[[], None]:
         """Take over every gradient as autograd accumulates it; returns the undo."""
-        handles = [m.parameter.register_post_accumulate_grad_hook(_Accumulated(self, m)) for s in storages for m in s.parameters
-                   if m.parameter.is_leaf]  # fmt: skip
+        handles = [
+            m.parameter.register_post_accumulate_grad_hook(_Accumulated(self, m))
+            for s in storages
+            for m in s.parameters
+            if m.parameter.is_leaf
+        ]
 
         def undo() -> None:
             for handle in handles:
@@ -79,28 +93,38 @@ class GradBook:
 
     def prepare(self, group: Group) -> None:
         """Declare the group's GRAD bundles for the parameters that require gradients now."""
-        first = next((m for m in group.parameters if m.parameter.requires_grad and m.parameter.is_floating_point()), None)
+        first = next(
+            (m for m in group.parameters if m.parameter.requires_grad and m.parameter.is_floating_point()), None
+        )
         if first is not None:
             members = [m for m in group.parameters if m.parameter.requires_grad]
             self.stores[group] = [self._new_store(group, members, None, first)]
 
     def slot_for(self, managed: ManagedParameter, grad: torch.Tensor) -> GradSlot:
-        """The parameter's slot, fit for this gradient; a group's first gradient makes slots for all that can have one now."""
+        """The parameter's slot, fit for this gradient; a group's first gradient makes slots for all that can have one
+        now.
+        """
         group = managed.storage.group
         assert group is not None
         for store in self.stores.get(group, ()):
             slot = store.slots.get(managed.parameter)
             if slot is not None:
                 if slot.dtype != grad.dtype:
-                    raise Unsupported(f"the gradient of {managed.name!r} is {grad.dtype}, the one before was {slot.dtype}; keep one dtype")
+                    raise Unsupported(
+                        f"the gradient of {managed.name!r} is {grad.dtype}, the one before was {slot.dtype}; keep one dtype"
+                    )
                 return slot
         taken = {p for store in self.stores.get(group, ()) for p in store.slots}
-        members = [m for m in group.parameters if m.parameter not in taken and (m is managed or m.parameter.requires_grad)]
+        members = [
+            m for m in group.parameters if m.parameter not in taken and (m is managed or m.parameter.requires_grad)
+        ]
         store = self._new_store(group, members, grad.dtype if grad.dtype != managed.parameter.dtype else None, managed)
         self.stores.setdefault(group, []).append(store)
         return store.slots[managed.parameter]
 
-    def _new_store(self, group: Group, members: list[ManagedParameter], odd: torch.dtype | None, first: ManagedParameter) -> GradStore:
+    def _new_store(
+        self, group: Group, members: list[ManagedParameter], odd: torch.dtype | None, first: ManagedParameter
+    ) -> GradStore:
         store = GradStore(group, [], {})
         offset, specs = 0, []
         for member in members:
@@ -111,8 +135,15 @@ class GradBook:
             offset += round_up(max(1, nbytes), TENSOR_ALIGN_BYTES)
         if group.tiled:
             step = group.tile_elements * specs[0].nbytes // max(1, members[0].parameter.numel())
-            requests = [(Kind.GRAD, group.unit, min(step, offset - start), (TensorSpec(first.name, specs[0].dtype, (), 0, min(step, offset - start)),))
-                        for start in range(0, offset, step)]  # fmt: skip
+            requests = [
+                (
+                    Kind.GRAD,
+                    group.unit,
+                    min(step, offset - start),
+                    (TensorSpec(first.name, specs[0].dtype, (), 0, min(step, offset - start)),),
+                )
+                for start in range(0, offset, step)
+            ]
         else:
             requests = [(Kind.GRAD, group.unit, offset, tuple(specs))]
         store.bundles = self.residency.new_bundles(requests)
@@ -121,7 +152,9 @@ class GradBook:
     # -- access
 
     def keep(self, store: GradStore) -> None:
-        """Lease all bundles of the store for writing, until another store or `settle`; the one kept before is committed and released."""
+        """Lease all bundles of the store for writing, until another store or `settle`; the one kept before is committed
+        and released.
+        """
         with self.residency.session.lock:
             if self._kept is store:
                 return
@@ -156,7 +189,9 @@ class GradBook:
     def put(self, managed: ManagedParameter, grad: torch.Tensor) -> GradHandle:
         """Take over a gradient that autograd made: its bytes go to the store, the caller's tensor may be freed."""
         if grad.layout != torch.strided:
-            raise Unsupported(f"the gradient of {managed.name!r} is {grad.layout}; tiermem stores dense gradients only (use sparse=False)")
+            raise Unsupported(
+                f"the gradient of {managed.name!r} is {grad.layout}; tiermem stores dense gradients only (use sparse=False)"
+            )
         slot = self.slot_for(managed, grad)
         self.keep(slot.store)
         slot.real.copy_(grad)
@@ -192,7 +227,9 @@ class GradBook:
 def _dense_stride(member: ManagedParameter) -> tuple[int, ...]:
     """A parameter's own strides where they are dense (autograd's layout contract), else row-major ones."""
     parameter = member.parameter
-    if torch.ops.aten.is_non_overlapping_and_dense.default(torch.empty_strided(member.shape, member.stride, device="meta")):
+    if torch.ops.aten.is_non_overlapping_and_dense.default(
+        torch.empty_strided(member.shape, member.stride, device="meta")
+    ):
         return member.stride
     return tuple(torch.empty(parameter.shape, device="meta").stride())
 
@@ -200,8 +237,8 @@ def _dense_stride(member: ManagedParameter) -> tuple[int, ...]:
 class GradHandle(torch.Tensor):
     """What `p.grad` is while the gradient lives in the store: shape, dtype and device of the real one, no bytes.
 
-    Every operation leases the bytes, runs on the real tensor and is done with it; lists (`_foreach`) go one element at a time, so memory
-    stays bounded. A handle that dies frees its gradient.
+    Every operation leases the bytes, runs on the real tensor and is done with it; lists (`_foreach`) go one element at
+    a time, so memory stays bounded. A handle that dies frees its gradient.
     """
 
     _book: GradBook
@@ -209,7 +246,8 @@ class GradHandle(torch.Tensor):
 
     @staticmethod
     def __new__(cls, book: GradBook, slot: GradSlot) -> GradHandle:
-        return torch.Tensor._make_wrapper_subclass(cls, slot.managed.shape, strides=slot.stride, dtype=slot.dtype)  # type: ignore[attr-defined,no-any-return]
+        # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, slot.managed.shape, strides=slot.stride, dtype=slot.dtype)
 
     def __init__(self, book: GradBook, slot: GradSlot) -> None:
         self._book, self.slot = book, slot
@@ -273,10 +311,20 @@ class _Drop:
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """One operation on real tensors; what the schema says is written is committed with its group."""
     schema = func._schema.arguments
-    written = {id(h) for i, a in enumerate(args) if schema[i].alias_info is not None and schema[i].alias_info.is_write
-               for h in pytree.tree_leaves(a) if isinstance(h, GradHandle)}  # fmt: skip
-    written |= {id(h) for a in schema if a.name in kwargs and a.alias_info is not None and a.alias_info.is_write
-                for h in pytree.tree_leaves(kwargs[a.name]) if isinstance(h, GradHandle)}  # fmt: skip
+    written = {
+        id(h)
+        for i, a in enumerate(args)
+        if schema[i].alias_info is not None and schema[i].alias_info.is_write
+        for h in pytree.tree_leaves(a)
+        if isinstance(h, GradHandle)
+    }
+    written |= {
+        id(h)
+        for a in schema
+        if a.name in kwargs and a.alias_info is not None and a.alias_info.is_write
+        for h in pytree.tree_leaves(kwargs[a.name])
+        if isinstance(h, GradHandle)
+    }
     handles = {id(h): h for h in pytree.tree_leaves((args, kwargs)) if isinstance(h, GradHandle)}
     stores = {h.slot.store for h in handles.values() if not h.slot.zero or id(h) in written}
     if len({h.slot.store for h in handles.values() if id(h) in written}) > 1:
@@ -288,10 +336,12 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         else:  # only one group is leased at a time: an operand of another one is copied out first
             tensor = handle._book.readable(handle.slot)
             real[key] = tensor.clone() if len(stores) > 1 else tensor
-    swap: Callable[[Any], Any] = lambda a: real.get(id(a), a)  # noqa: E731
+    swap: Callable[[Any], Any] = lambda a: real.get(id(a), a)
     out = func(*pytree.tree_map(swap, list(args)), **pytree.tree_map(swap, dict(kwargs)))
     back = {id(tensor): handles[key] for key, tensor in real.items()}
-    return pytree.tree_map(lambda o: back.get(id(o), o) if isinstance(o, torch.Tensor) else o, _unaliased(out, real.values()))
+    return pytree.tree_map(
+        lambda o: back.get(id(o), o) if isinstance(o, torch.Tensor) else o, _unaliased(out, real.values())
+    )
 
 
 def _unaliased(out: Any, real: Iterable[torch.Tensor]) -> Any:
@@ -315,6 +365,9 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     length = len(args[lists[0]])
     outs = []
     for j in range(length):
-        row = [[a[j]] if i in lists or (isinstance(a, list | tuple) and len(a) == length) else a for i, a in enumerate(args)]
+        row = [
+            [a[j]] if i in lists or (isinstance(a, list | tuple) and len(a) == length) else a
+            for i, a in enumerate(args)
+        ]
         outs.append(_run(func, row, kwargs))
     return None if outs[0] is None else [o[0] for o in outs]

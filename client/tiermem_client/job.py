@@ -30,8 +30,9 @@ _log = logging.getLogger("tiermem.job")
 class TrainerStats:
     """One instant of a job, the daemon's counters and the trainer's.
 
-    `hits` and `misses` are demands answered at once and after a transfer; `local` are acquisitions that needed no demand. `stall_s` is the
-    time in which the script waited for the daemon. `fallbacks` names every mechanism that is not the first choice.
+    `hits` and `misses` are demands answered at once and after a transfer; `local` are acquisitions that needed no
+    demand. `stall_s` is the time in which the script waited for the daemon, `leases` what it holds now. `fallbacks`
+    names every mechanism that is not the first choice.
     """
 
     job: str
@@ -76,17 +77,30 @@ class Job:
         table: dict[str, Any] = json.loads(self.residency.session.status())["jobs"][0]
         with self.residency.session.lock:
             space = self.residency.session.address_space.stats()
-            stall_s = self.residency.session.stall_s
-            mine = ResidencyStats(self.residency.stats.local, self.residency.stats.demands, self.residency.stats.commits)
+            stall_s, leases = self.residency.session.stall_s, self.residency.session.table.leases
+            mine = ResidencyStats(
+                self.residency.stats.local, self.residency.stats.demands, self.residency.stats.commits
+            )
         return TrainerStats(
-            job=self.name, hits=table["hits"], misses=table["misses"], creates=table["creates"], stall_s=stall_s,
-            links={k: LinkStats(**v) for k, v in table["links"].items()}, tiers={k: TierStats(**v) for k, v in table["tiers"].items()},
-            bytes_by_kind=table["bytes_by_kind"], evictions=table["evictions"], dirty_bytes=table["dirty_bytes"], leases=table["leases"],
-            residency=mine, address_space=space, fallbacks=self.fallbacks,
-        )  # fmt: skip
+            job=self.name,
+            hits=table["hits"],
+            misses=table["misses"],
+            creates=table["creates"],
+            stall_s=stall_s,
+            links={k: LinkStats(**v) for k, v in table["links"].items()},
+            tiers={k: TierStats(**v) for k, v in table["tiers"].items()},
+            bytes_by_kind=table["bytes_by_kind"],
+            evictions=table["evictions"],
+            dirty_bytes=table["dirty_bytes"],
+            leases=leases,
+            residency=mine,
+            address_space=space,
+            fallbacks=self.fallbacks,
+        )
 
     def detach(self) -> None:
-        """Bring every parameter, gradient and state tensor into ordinary memory, remove all hooks and end the session. Idempotent.
+        """Bring every parameter, gradient and state tensor into ordinary memory, remove all hooks and end the session.
+        Idempotent.
 
         The memory must have room for all of them. After an error nothing more is moved, and the session is ended.
         """
@@ -99,7 +113,9 @@ class Job:
             self._end()
 
     def close(self) -> None:
-        """End the session without bringing anything back: the tensors are gone, touching one is a fault. For a process that exits."""
+        """End the session without bringing anything back: the tensors are gone, touching one is a fault. For a process
+        that exits.
+        """
         if self.attached:
             self.attached = False
             self._end()
@@ -144,7 +160,9 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, TiermemError):
             self.close()
         else:

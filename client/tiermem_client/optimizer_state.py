@@ -1,7 +1,8 @@
 """Optimizer state that lives in the store: one OPTIM bundle set per group, cut where the parameters are.
 
-State tensors as large as their parameter live in bundles; scalars (`step`) stay in the process, shared between the shadow and the
-user's `optimizer.state`. A tiled group has a range per state tensor, so that the user sees one tensor while updates see tiles.
+State tensors as large as their parameter live in bundles; scalars (`step`) stay in the process, shared between the
+shadow and the user's `optimizer.state`. A tiled group has a range per state tensor, so that the user sees one tensor
+while updates see tiles.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ class StatePlace:
         count = 1
         for n in shape:
             count *= n
-        return alias(self.address + first * size, count * size, self.form.dtype, tuple(shape), None if stride is None else tuple(stride), 0)
+        return alias(
+            self.address + first * size,
+            count * size,
+            self.form.dtype,
+            tuple(shape),
+            None if stride is None else tuple(stride),
+            0,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +85,9 @@ class StateStore:
         else:
             self._add_packed(members, forms, residency)
 
-    def _add_packed(self, members: list[ManagedParameter], forms: dict[nn.Parameter, tuple[StateForm, ...]], residency: Residency) -> None:
+    def _add_packed(
+        self, members: list[ManagedParameter], forms: dict[nn.Parameter, tuple[StateForm, ...]], residency: Residency
+    ) -> None:
         offset, specs, offsets = 0, [], []
         for member in members:
             for form in forms[member.parameter]:
@@ -97,11 +107,15 @@ class StateStore:
         requests = []
         for first in range(0, total, self.group.tile_elements):
             count = min(self.group.tile_elements, total - first)
-            spec = TensorSpec(f"{member.name}.{form.key}", str(form.dtype).removeprefix("torch."), (count,), 0, count * itemsize)
+            spec = TensorSpec(
+                f"{member.name}.{form.key}", str(form.dtype).removeprefix("torch."), (count,), 0, count * itemsize
+            )
             requests.append((Kind.OPTIM, self.group.unit, count * itemsize, (spec,)))
         bundles = residency.new_bundles(requests)
         self.sets.append(bundles)
-        self.places.setdefault(member.parameter, {})[form.key] = StatePlace(form, bundles[0].range.address, tuple(bundles))
+        self.places.setdefault(member.parameter, {})[form.key] = StatePlace(
+            form, bundles[0].range.address, tuple(bundles)
+        )
 
 
 def forms_of(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[StateForm, ...]:
@@ -110,7 +124,9 @@ def forms_of(parameter: nn.Parameter, state: dict[str, Any]) -> tuple[StateForm,
 
 
 def is_large(parameter: nn.Parameter, value: Any) -> bool:
-    """Whether a state value goes to the store: a tensor with as many elements as its parameter, which has more than one."""
+    """Whether a state value goes to the store: a tensor with as many elements as its parameter, which has more than
+    one.
+    """
     return isinstance(value, torch.Tensor) and value.numel() == parameter.numel() > 1
 
 

@@ -1,5 +1,6 @@
-"""Copies of managed tensors that outlive residency: each in an unlinked file, mapped, so that a `state_dict()` of a model that does not fit
-in memory stays within the budget (file pages can be written out and dropped)."""
+"""Copies of managed tensors that outlive residency: each in an unlinked file, mapped, so that a `state_dict()` of a
+model that does not fit in memory stays within the budget (file pages can be written out and dropped).
+"""
 
 from __future__ import annotations
 

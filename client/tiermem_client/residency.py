@@ -1,7 +1,7 @@
 """Bundles as the trainer sees them: one address range for life, leases by count, commits before releases.
 
-A bundle is readable exactly while it is leased; otherwise its addresses are PROT_NONE. Everything here is guarded by the session's lock,
-the client lock; waiting for the daemon releases it, so state is looked at again afterwards.
+A bundle is readable exactly while it is leased; otherwise its addresses are PROT_NONE. Everything here is guarded by
+the session's lock, the client lock; waiting for the daemon releases it, so state is looked at again afterwards.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from tiermem_client.session import Session
 
 @dataclass(slots=True, eq=False)
 class Bundle:
-    """A bundle of this job. `range` and `offset_bytes` are its place for life (tiles of one tensor share a range, side by side).
+    """A bundle of this job. `range` and `offset_bytes` are its place for life (tiles of one tensor share a range, side
+    by side).
 
-    `bundle_id` is None while it holds no bytes in the store. `written`: bytes changed under the present lease, commit owed.
+    `bundle_id` is None while it holds no bytes in the store. `written`: bytes changed under the present lease, commit
+    owed.
     """
 
     spec: BundleSpec
@@ -74,7 +76,9 @@ class Residency:
             bundles, offset = [], 0
             for kind, unit, nbytes, tensors in requests:
                 if offset % frame_bytes:
-                    raise TiermemError(f"a tile of {unit!r} begins at byte {offset}, which is not a whole frame of {frame_bytes}")
+                    raise TiermemError(
+                        f"a tile of {unit!r} begins at byte {offset}, which is not a whole frame of {frame_bytes}"
+                    )
                 self._specs += 1
                 bundles.append(Bundle(BundleSpec(self._specs, kind, unit, nbytes, tensors), range_, offset))
                 offset += nbytes
@@ -126,14 +130,18 @@ class Residency:
         return bundle.bundle_id
 
     def commit(self, bundles: Iterable[Bundle]) -> None:
-        """Make what was written under the present leases the newest version, as one transaction. They stay leased for reading."""
+        """Make what was written under the present leases the newest version, as one transaction. They stay leased for
+        reading.
+        """
         with self.session.lock:
             written = [bundle for bundle in bundles if bundle.written]
             if not written:
                 return
             updated = []
             for bundle in written:
-                assert bundle.lease is not None and bundle.lease.mode.writes, f"{bundle.spec} was written without a lease for it"
+                assert bundle.lease is not None and bundle.lease.mode.writes, (
+                    f"{bundle.spec} was written without a lease for it"
+                )
                 bundle.version += 1
                 bundle.written = False
                 updated.append((bundle.lease.grant.serial, bundle.version))
@@ -141,7 +149,9 @@ class Residency:
             self.stats.commits += 1
 
     def release(self, bundles: Iterable[Bundle]) -> None:
-        """One holder less; the last one commits what was written and ends the lease, and the addresses are PROT_NONE again."""
+        """One holder less; the last one commits what was written and ends the lease, and the addresses are PROT_NONE
+        again.
+        """
         with self.session.lock:
             ended = []
             for bundle in bundles:
@@ -180,7 +190,9 @@ class Residency:
                 self.session.address_space.release(bundles[0].range)
 
     def later(self, action: Callable[[], None]) -> None:
-        """Run `action` under the lock at the next acquire. For finalizers, which may run anywhere, also inside a critical section."""
+        """Run `action` under the lock at the next acquire. For finalizers, which may run anywhere, also inside a
+        critical section.
+        """
         self._unreferenced.append(action)
 
     def run_unreferenced(self) -> None:

@@ -1,12 +1,14 @@
-"""Tensors that autograd saves for backward. One that aliases managed storage is packed as its place in the store; `unpack` leases it
-again and holds it until the node that uses it is done. Hooks predict, unpack guarantees.
+"""Tensors that autograd saves for backward. One that aliases managed storage is packed as its place in the store;
+`unpack` leases it again and holds it until the node that uses it is done. Hooks predict, unpack guarantees.
 
-[Note: when is a node done?] Backward runs one node at a time per graph task. An unpack by another node of the same task means that the
-earlier node has finished; the engine's final callback means that the last one has. A nested task (reentrant checkpointing) does not
-end the node that started it, so holds are kept per task. Holds of the same unit are kept over its nodes: a block is leased once.
+[Note: when is a node done?] Backward runs one node at a time per graph task. An unpack by another node of the same task
+means that the earlier node has finished; the engine's final callback means that the last one has. A nested task
+(reentrant checkpointing) does not end the node that started it, so holds are kept per task. Holds of the same unit are
+kept over its nodes: a block is leased once.
 
-[Note: hooks below ours] torch applies only the top pair of hooks. Inside a checkpointed block that is the checkpoint's, so a unit pushes
-ours on top, and ours hands everything that is not managed to the pair below, in the same order in forward and recomputation.
+[Note: hooks below ours] torch applies only the top pair of hooks. Inside a checkpointed block that is the checkpoint's,
+so a unit pushes ours on top, and ours hands everything that is not managed to the pair below, in the same order in
+forward and recomputation.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class PackedAlias:
 
 @dataclass(slots=True, frozen=True)
 class PackedOther:
-    """Something else, held as it is (detached, since an output that holds itself would be a cycle); `version` as autograd would check."""
+    """Something else, held as it is (detached, since an output that holds itself would be a cycle); `version` as
+    autograd would check.
+    """
 
     tensor: torch.Tensor
     version: int
@@ -92,7 +96,9 @@ class SavedTensorHooks:
         self._local.pushed.pop()
         _autograd._pop_saved_tensors_default_hooks()
 
-    def _pair(self, below: tuple[Any, Any] | None) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    def _pair(
+        self, below: tuple[Any, Any] | None
+    ) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
         def pack(tensor: torch.Tensor) -> Any:
             storage = self.storages.get(storage_key(tensor) or 0)
             if storage is not None:
@@ -106,7 +112,9 @@ class SavedTensorHooks:
     # -- backward
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """The saved tensor, readable until its node is done. Raises RuntimeError, as autograd does, if it was changed in place."""
+        """The saved tensor, readable until its node is done. Raises RuntimeError, as autograd does, if it was changed
+        in place.
+        """
         match packed:
             case PackedAlias():
                 _check_version(packed.counter(), packed.version, packed.size, packed.dtype)
@@ -130,7 +138,8 @@ class SavedTensorHooks:
             raise TiermemError("a saved tensor was unpacked outside backward; read it through the module's forward")
         if task not in self._tasks:
             self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))  # type: ignore[attr-defined]
+            # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
         mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
         self._release([h for h in self._holds if h.task == task and h.owner is not owner and h.node is not node])
         if mine is not None:
@@ -159,9 +168,18 @@ class SavedTensorHooks:
 
 
 def _pack_alias(storage: ManagedStorage, tensor: torch.Tensor) -> PackedAlias:
-    # detach() shares the version counter and costs no bytes: its storage is the managed one, whose address space stays reserved.
+    # detach() shares the version counter and costs no bytes: its storage is the managed one, whose address space stays
+    # reserved.
     twin = tensor.detach()
-    return PackedAlias(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor._version, lambda: twin._version)
+    return PackedAlias(
+        storage,
+        tensor.dtype,
+        tensor.size(),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor._version,
+        lambda: twin._version,
+    )
 
 
 def _check_version(now: int, then: int, size: torch.Size, dtype: torch.dtype) -> None:

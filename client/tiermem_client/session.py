@@ -1,7 +1,7 @@
 """One session with the daemon: the ordered queues, the grant table, the arena's address space, and who waits for what.
 
-`lock` is the client lock (a reentrant lock in a condition). It guards the grant table, the address space and everything in
-`tiermem_client.residency`; waiting releases it. A reader thread takes messages off the stream and wakes the waiters.
+`lock` is the client lock (a reentrant lock in a condition). It guards the grant table, the address space and everything
+in `tiermem_client.residency`; waiting releases it. A reader thread takes messages off the stream and wakes the waiters.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ _WAIT_SLICE_S = 0.25
 
 
 class Session:
-    """Opened by the constructor; `close` ends it, idempotent. Raises DaemonUnavailable, DaemonTimeout, ResourceExhausted, InvalidArgument.
+    """Opened by the constructor; `close` ends it, idempotent. Raises DaemonUnavailable, DaemonTimeout,
+    ResourceExhausted, InvalidArgument.
 
-    `timeout_s`: how long the daemon may be silent (it gives a sign of life every second) before who waits gets DaemonTimeout.
+    `timeout_s`: how long the daemon may be silent (it gives a sign of life every second) before who waits gets
+    DaemonTimeout.
     """
 
     def __init__(self, connection: Connection, job: str, dram_bytes: int, flash_bytes: int, timeout_s: float) -> None:
@@ -51,8 +53,18 @@ class Session:
         self._outgoing: queue.SimpleQueue[pb.ClientMessage | None] = queue.SimpleQueue()
         self._side = SideChannel()
         token = self._side.connect(Path(connection.info.side_socket), timeout_s)
-        self._outgoing.put(pb.ClientMessage(open=pb.Open(token=token, protocol=codec.PROTOCOL, job=job, dram_bytes=dram_bytes,
-                                                         flash_bytes=flash_bytes, version=__version__)))  # fmt: skip
+        self._outgoing.put(
+            pb.ClientMessage(
+                open=pb.Open(
+                    token=token,
+                    protocol=codec.PROTOCOL,
+                    job=job,
+                    dram_bytes=dram_bytes,
+                    flash_bytes=flash_bytes,
+                    version=__version__,
+                )
+            )
+        )
         self._stream = connection.stub.Session(iter(self._outgoing.get, None))
         try:
             self.opened = self._first_message()
@@ -67,7 +79,8 @@ class Session:
         self._reader.start()
 
     def _first_message(self) -> pb.Opened:
-        # The arena is prefaulted before this message, so it may take longer than a round trip; a dead daemon ends the stream.
+        # The arena is prefaulted before this message, so it may take longer than a round trip; a dead daemon ends the
+        # stream.
         timer = threading.Timer(self.timeout_s + 60, self._stream.cancel)
         timer.daemon = True
         timer.start()
@@ -114,7 +127,9 @@ class Session:
             return answer.budget_frames
 
     def demand(self, target: int, mode: Mode, what: object) -> Lease:
-        """Ask for a lease and wait for it (the lock is released meanwhile). Raises the daemon's typed refusal, or DaemonUnavailable."""
+        """Ask for a lease and wait for it (the lock is released meanwhile). Raises the daemon's typed refusal, or
+        DaemonUnavailable.
+        """
         with self.lock:
             self._check()
             waiter: Waiter = self.table.demand(MAIN, target, mode)
@@ -149,7 +164,9 @@ class Session:
     def status(self) -> bytes:
         """This job's part of the daemon's snapshot, as JSON."""
         try:
-            return self.connection.stub.GetStatus(pb.GetStatusRequest(job=self.opened.job), timeout=self.timeout_s).stats_json
+            return self.connection.stub.GetStatus(
+                pb.GetStatusRequest(job=self.opened.job), timeout=self.timeout_s
+            ).stats_json
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
 
@@ -161,8 +178,10 @@ class Session:
 
     def _check(self) -> None:
         if os.getpid() != self._pid:
-            raise Unsupported(f"this tiermem session belongs to process {self._pid}; a forked child cannot use managed tensors (copy what it "
-                              "needs before forking, for example with model.state_dict())")  # fmt: skip
+            raise Unsupported(
+                f"this tiermem session belongs to process {self._pid}; a forked child cannot use managed tensors (copy what it "
+                "needs before forking, for example with model.state_dict())"
+            )
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
 
@@ -175,8 +194,10 @@ class Session:
             self._check()
             silent_s = time.monotonic() - self._heard_at
             if silent_s > self.timeout_s:
-                error = DaemonTimeout(f"the daemon (pid {self.connection.info.pid}) has been silent for {silent_s:.1f} s while {what} was "
-                                      f"waited for{_process_hint(self.connection.info.pid)}; raise TIERMEM_TIMEOUT_S if it is only slow")  # fmt: skip
+                error = DaemonTimeout(
+                    f"the daemon (pid {self.connection.info.pid}) has been silent for {silent_s:.1f} s while {what} was "
+                    f"waited for{_process_hint(self.connection.info.pid)}; raise TIERMEM_TIMEOUT_S if it is only slow"
+                )
                 self._fail(error)
                 raise error
 
@@ -207,7 +228,11 @@ class Session:
                     self._stream.cancel()
                     break
                 self.lock.notify_all()
-        self._fail(DaemonUnavailable(f"the session with the daemon (pid {self.connection.info.pid}) has ended{_process_hint(self.connection.info.pid)}"))
+        self._fail(
+            DaemonUnavailable(
+                f"the session with the daemon (pid {self.connection.info.pid}) has ended{_process_hint(self.connection.info.pid)}"
+            )
+        )
 
     def _take(self, message: pb.DaemonMessage) -> bool:
         match message.WhichOneof("body"):

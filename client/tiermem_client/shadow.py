@@ -1,5 +1,6 @@
-"""The caller's optimizer, run on parameters of our choice: a *shadow* instance with its own groups and state. Nothing of the user's
-instance is touched, and the arithmetic is the user's own code."""
+"""The caller's optimizer, run on parameters of our choice: a *shadow* instance with its own groups and state. Nothing
+of the user's instance is touched, and the arithmetic is the user's own code.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +37,24 @@ def _clone(value: Any) -> Any:
 
 
 def shadow_step(
-    optimizer: torch.optim.Optimizer, record: StepRecord, members: list[tuple[int, nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    record: StepRecord,
+    members: list[tuple[int, nn.Parameter]],
+    state: dict[nn.Parameter, dict[str, Any]],
 ) -> None:
-    """Run the optimizer's own `step` over `members` (group index, parameter with `.grad`); `state` is read and written in place.
+    """Run the optimizer's own `step` over `members` (group index, parameter with `.grad`); `state` is read and written
+    in place.
 
-    Not copy.copy: its __getstate__ drops every attribute but three. No instance `step` (LR schedulers patch one), no hooks.
+    Not copy.copy: its __getstate__ drops every attribute but three. No instance `step` (LR schedulers patch one), no
+    hooks.
     """
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", *_CAPTURED)})
     twin.__dict__.update(record.attributes)
     twin.state = defaultdict(dict, {p: s for p, s in state.items() if s})
-    twin.param_groups = [dict(group, params=[p for index, p in members if index == i]) for i, group in enumerate(record.groups)]
+    twin.param_groups = [
+        dict(group, params=[p for index, p in members if index == i]) for i, group in enumerate(record.groups)
+    ]
     with own_modes():
         plain_step(type(optimizer))(twin)
     for parameter in state:
@@ -62,7 +70,12 @@ def plain_step(cls: type[torch.optim.Optimizer]) -> Any:
 @contextlib.contextmanager
 def own_modes() -> Iterator[None]:
     """The update must not see the caller's inference, autocast, gradient or function modes."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunctionSubclass():
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch._C.DisableTorchFunctionSubclass(),
+    ):
         yield
 
 
@@ -76,7 +89,9 @@ class StateForm:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
-    """What the optimizer does with one parameter: its large state tensors, and whether a part of it can be updated alone."""
+    """What the optimizer does with one parameter: its large state tensors, and whether a part of it can be updated
+    alone.
+    """
 
     states: tuple[StateForm, ...]
     elementwise: bool
@@ -86,8 +101,9 @@ class OptimizerForm:
 
 
 class OptimizerProbe:
-    """Learns an optimizer's behaviour from tiny clones, once per (group, dtype, dimensions). Raises Unsupported for closures and
-    optimizers that mix parameters."""
+    """Learns an optimizer's behaviour from tiny clones, once per (group, dtype, dimensions). Raises Unsupported for
+    closures and optimizers that mix parameters.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -117,20 +133,35 @@ class OptimizerProbe:
                 "that need a closure (LBFGS) or other context are not supported"
             ) from error
         if not torch.equal(whole[0], both[0]):
-            raise Unsupported(f"optimizer {name} mixes parameters in one update (a norm or a reduction over all of them), which cannot be "
-                              "done bundle by bundle with the same result")  # fmt: skip
-        states = tuple(StateForm(k, v.dtype) for k, v in state[0].items() if isinstance(v, torch.Tensor) and v.numel() == values.numel() > 1)
-        other = any(isinstance(v, torch.Tensor) and v.numel() > 1 and v.numel() != values.numel() for v in state[0].values())
+            raise Unsupported(
+                f"optimizer {name} mixes parameters in one update (a norm or a reduction over all of them), which cannot be "
+                "done bundle by bundle with the same result"
+            )
+        states = tuple(
+            StateForm(k, v.dtype)
+            for k, v in state[0].items()
+            if isinstance(v, torch.Tensor) and v.numel() == values.numel() > 1
+        )
+        other = any(
+            isinstance(v, torch.Tensor) and v.numel() > 1 and v.numel() != values.numel() for v in state[0].values()
+        )
         return OptimizerForm(states, not other and self._splits(group, like, values, [g for g, _ in grads], whole[0]))
 
-    def _splits(self, group: int, like: nn.Parameter, values: torch.Tensor, grads: list[torch.Tensor], whole: torch.Tensor) -> bool:
+    def _splits(
+        self, group: int, like: nn.Parameter, values: torch.Tensor, grads: list[torch.Tensor], whole: torch.Tensor
+    ) -> bool:
         """Whether updating flat halves as parameters of their own gives the same bits."""
         if values.numel() < 2:
             return True
         half = values.numel() // 2
         try:
-            parts, _ = self._run(group, like, [values.flatten()[:half], values.flatten()[half:]], [[g.flatten()[:half], g.flatten()[half:]] for g in grads])
-        except Exception:  # noqa: BLE001 - whatever a user's optimizer raises for a flat parameter, the answer is no
+            parts, _ = self._run(
+                group,
+                like,
+                [values.flatten()[:half], values.flatten()[half:]],
+                [[g.flatten()[:half], g.flatten()[half:]] for g in grads],
+            )
+        except Exception:
             return False
         return torch.equal(torch.cat(parts), whole.flatten())
 

@@ -83,7 +83,9 @@ class UnitHooks:
             self.residency.release(unit.bundles)
 
     def _take_changes(self, unit: Unit, changed: set[nn.Parameter]) -> None:
-        """The forward changed parameters in place (an initialisation on first use, a power iteration): make that the newest version."""
+        """The forward changed parameters in place (an initialisation on first use, a power iteration): make that the
+        newest version.
+        """
         bundles = [b for g in unit.groups if any(m.parameter in changed for m in g.parameters) for b in g.bundles]
         self.residency.acquire(bundles, Mode.UPDATE)
         for bundle in bundles:
@@ -124,7 +126,9 @@ class _Leave:
 
 
 class _RootForward:
-    """Our saved-tensor hooks cover the whole forward of the model, so that a parameter used around its blocks is packed too."""
+    """Our saved-tensor hooks cover the whole forward of the model, so that a parameter used around its blocks is packed
+    too.
+    """
 
     def __init__(self, saved: SavedTensorHooks) -> None:
         self._saved = saved
@@ -136,5 +140,3 @@ class _RootForward:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self._pushed and self._pushed.pop():
             self._saved.pop()
-
-

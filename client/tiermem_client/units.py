@@ -1,8 +1,9 @@
 """A model as units, and units as groups of storages that share bundles.
 
-A *unit* is what is used together: an entry of the largest outer ModuleLists (a transformer block), or a leftover module with parameters
-of its own. A *group* is a run of a unit's parameters whose bytes fill one bundle per kind, cut at the same places for all kinds; a
-storage that is too large for a bundle is a group of its own, cut into *tiles*: bundles that lie side by side.
+A *unit* is what is used together: an entry of the largest outer ModuleLists (a transformer block), or a leftover module
+with parameters of its own. A *group* is a run of a unit's parameters whose bytes fill one bundle per kind, cut at the
+same places for all kinds; a storage that is too large for a bundle is a group of its own, cut into *tiles*: bundles
+that lie side by side.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """`modules` are hooked; `bundles` is what their forward needs: its own groups', and those of tied parameters owned elsewhere."""
+    """`modules` are hooked; `bundles` is what their forward needs: its own groups', and those of tied parameters owned
+    elsewhere.
+    """
 
     name: str
     modules: list[nn.Module]
@@ -124,8 +127,11 @@ def discover_units(model: nn.Module) -> list[Unit]:
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Entries of the outermost ModuleLists with several parametrised entries, largest lists first when they nest."""
-    lists = [(name, module) for name, module in model.named_modules()
-             if isinstance(module, nn.ModuleList) and len(module) > 1 and any(True for _ in module.parameters())]  # fmt: skip
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and any(True for _ in module.parameters())
+    ]
     lists.sort(key=lambda item: -sum(p.numel() for p in item[1].parameters()))
     chosen: list[str] = []
     for name, module in lists:
@@ -146,7 +152,9 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def collect_storages(model: nn.Module, units: list[Unit]) -> dict[int, ManagedStorage]:
-    """Every parameter's storage by key; raises Unsupported for a parameter that has none (sparse, quantised wrappers, meta)."""
+    """Every parameter's storage by key; raises Unsupported for a parameter that has none (sparse, quantised wrappers,
+    meta).
+    """
     names = {p: n for n, p in model.named_parameters(remove_duplicate=True)}
     storages: dict[int, ManagedStorage] = {}
     for unit in units:
@@ -154,22 +162,34 @@ def collect_storages(model: nn.Module, units: list[Unit]) -> dict[int, ManagedSt
             name = names.get(parameter, unit.name)
             key = storage_key(parameter)
             if key is None or parameter.device.type != "cpu":
-                raise Unsupported(f"parameter {name!r} ({type(parameter).__name__} on {parameter.device}, layout {parameter.layout}) has no "
-                                  "dense storage in host memory; move the model to the CPU before attach")  # fmt: skip
+                raise Unsupported(
+                    f"parameter {name!r} ({type(parameter).__name__} on {parameter.device}, layout {parameter.layout}) has no "
+                    "dense storage in host memory; move the model to the CPU before attach"
+                )
             storage = storages.get(key)
             if storage is None:
                 raw = parameter.untyped_storage()
                 storage = storages[key] = ManagedStorage(raw, raw.nbytes(), name)
-            storage.parameters.append(ManagedParameter(parameter, name, storage, parameter.storage_offset(), tuple(parameter.shape),
-                                                       tuple(parameter.stride())))  # fmt: skip
+            storage.parameters.append(
+                ManagedParameter(
+                    parameter,
+                    name,
+                    storage,
+                    parameter.storage_offset(),
+                    tuple(parameter.shape),
+                    tuple(parameter.stride()),
+                )
+            )
     return storages
 
 
-def build_groups(unit: Unit, storages: dict[int, ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], float]) -> None:
+def build_groups(
+    unit: Unit, storages: dict[int, ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], float]
+) -> None:
     """Cut a unit's storages into groups and declare their PARAM bundles.
 
-    `weight` is the largest kind's bytes over the parameter's: where the optimizer keeps two moments, 2; so no bundle of any kind is
-    above the cap.
+    `weight` is the largest kind's bytes over the parameter's: where the optimizer keeps two moments, 2; so no bundle of
+    any kind is above the cap.
     """
     cap = residency.session.opened.bundle_cap_bytes
     mine = [s for s in dict.fromkeys(storages[storage_key(p) or 0] for p in unit.parameters) if s.group is None]
@@ -194,7 +214,11 @@ def _packed(unit: Unit, storages: list[ManagedStorage], residency: Residency) ->
     for storage in storages:
         storage.offset_bytes = offset
         first = storage.parameters[0].parameter
-        specs.append(TensorSpec(storage.name, str(first.dtype).removeprefix("torch."), tuple(first.shape), offset, storage.nbytes))
+        specs.append(
+            TensorSpec(
+                storage.name, str(first.dtype).removeprefix("torch."), tuple(first.shape), offset, storage.nbytes
+            )
+        )
         offset += round_up(max(1, storage.nbytes), TENSOR_ALIGN_BYTES)
     group = Group(unit.name, list(storages), residency.new_bundles([(Kind.PARAM, unit.name, offset, tuple(specs))]))
     for storage in storages:
@@ -210,13 +234,16 @@ def _tiled(unit: Unit, storage: ManagedStorage, residency: Residency, target_byt
     requests = []
     for start in range(0, storage.nbytes, elements * itemsize):
         nbytes = min(elements * itemsize, storage.nbytes - start)
-        requests.append((Kind.PARAM, unit.name, nbytes, (TensorSpec(storage.name, dtype, (nbytes // itemsize,), 0, nbytes),)))
+        requests.append(
+            (Kind.PARAM, unit.name, nbytes, (TensorSpec(storage.name, dtype, (nbytes // itemsize,), 0, nbytes),))
+        )
     group = Group(unit.name, [storage], residency.new_bundles(requests), elements)
     storage.group, storage.offset_bytes = group, 0
     return group
 
 
 def tile_elements(target_bytes: int, itemsize: int, frame_bytes: int) -> int:
-    """Elements of a tile of about `target_bytes`: a multiple of the frame's bytes in *elements*, so that tiles of every dtype of the same
-    elements are whole frames long."""
+    """Elements of a tile of about `target_bytes`: a multiple of the frame's bytes in *elements*, so that tiles of every
+    dtype of the same elements are whole frames long.
+    """
     return max(1, target_bytes // itemsize // frame_bytes) * frame_bytes

@@ -1,8 +1,9 @@
-"""The optimizer's step, group by group, with the caller's own arithmetic (barrier: everything is updated inside `step()`).
+"""The optimizer's step, group by group, with the caller's own arithmetic (barrier: everything is updated inside
+`step()`).
 
-Our hook runs after all of the user's step pre-hooks: it updates every group through a shadow, then takes the gradients away, so that the
-caller's own `step` finds nothing to do but its counters; our post-hook, before all of the user's, puts them back. Gradients are kept:
-`zero_grad` frees them, as in plain torch.
+Our hook runs after all of the user's step pre-hooks: it updates every group through a shadow, then takes the gradients
+away, so that the caller's own `step` finds nothing to do but its counters; our post-hook, before all of the user's,
+puts them back. Gradients are kept: `zero_grad` frees them, as in plain torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from tiermem_client.shadow import OptimizerForm, StepRecord, shadow_step
 from tiermem_client.storage_swap import alias
 from tiermem_client.units import Group, ManagedParameter
 
-_set_version: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter  # type: ignore[attr-defined]
+_set_version: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +67,14 @@ class GroupUpdate:
 class Updater:
     """Streams `optimizer` over the groups. Used by the user's thread only."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, residency: Residency, book: GradBook, groups: Iterable[Group],
-                 forms: dict[nn.Parameter, OptimizerForm]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        residency: Residency,
+        book: GradBook,
+        groups: Iterable[Group],
+        forms: dict[nn.Parameter, OptimizerForm],
+    ) -> None:
         self.optimizer, self.residency, self.book = optimizer, residency, book
         self.updates = [self._plan(group, forms) for group in groups]
         self.steps = 0
@@ -73,12 +82,21 @@ class Updater:
 
     def _plan(self, group: Group, forms: dict[nn.Parameter, OptimizerForm]) -> GroupUpdate:
         members = group.parameters
-        alone = len(members) == 1 and members[0].whole and members[0].parameter in forms and forms[members[0].parameter].elementwise
+        alone = (
+            len(members) == 1
+            and members[0].whole
+            and members[0].parameter in forms
+            and forms[members[0].parameter].elementwise
+        )
         store = StateStore(group)
-        store.build({p: form.states for p, form in forms.items() if any(m.parameter is p for m in members)}, self.residency)
+        store.build(
+            {p: form.states for p, form in forms.items() if any(m.parameter is p for m in members)}, self.residency
+        )
         if group.tiled and alone:
             total, step = members[0].parameter.numel(), group.tile_elements
-            pieces = [_piece(members[0], first, min(step, total - first), first // step) for first in range(0, total, step)]
+            pieces = [
+                _piece(members[0], first, min(step, total - first), first // step) for first in range(0, total, step)
+            ]
             return GroupUpdate(group, store, pieces, True)
         return GroupUpdate(group, store, [_piece(m, 0, m.parameter.numel(), -1) for m in members], False)
 
@@ -90,7 +108,10 @@ class Updater:
         pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_pre_hooks = _OursLast(pre)
         optimizer._optimizer_step_post_hooks = _OursFirst(post)
-        handles = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(self._after_step)]
+        handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         optimizer._optimizer_step_pre_hooks.ours = handles[0].id
         optimizer._optimizer_step_post_hooks.ours = handles[1].id
 
@@ -102,7 +123,9 @@ class Updater:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(a is not None for a in args[1:]) or any(v is not None for v in kwargs.values()):
-            raise Unsupported("step(closure) re-evaluates the model inside the update, which cannot be streamed; call step() without one")
+            raise Unsupported(
+                "step(closure) re-evaluates the model inside the update, which cannot be streamed; call step() without one"
+            )
         self._restore()
         taken: dict[nn.Parameter, tuple[int, GradHandle]] = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -111,8 +134,9 @@ class Updater:
                     taken[parameter] = (index, parameter.grad)
         record = StepRecord.capture(optimizer)
         self.book.settle()
-        for update in self.updates:
-            self._update_group(update, record, taken)
+        owner = {p: update for update in self.updates for p in self._update_group(update, record, taken)}
+        for parameter in taken:  # in the optimizer's order, which is that of its state_dict
+            self._show_state(owner[parameter], parameter)
         self.steps += 1
         for parameter, (_, handle) in taken.items():
             self._taken.append((parameter, handle))
@@ -130,18 +154,24 @@ class Updater:
 
     # -- the update
 
-    def _update_group(self, update: GroupUpdate, record: StepRecord, taken: dict[nn.Parameter, tuple[int, GradHandle]]) -> None:
+    def _update_group(
+        self, update: GroupUpdate, record: StepRecord, taken: dict[nn.Parameter, tuple[int, GradHandle]]
+    ) -> tuple[nn.Parameter, ...]:
+        """Update a group's parameters that have gradients; returns them."""
         pieces = [piece for piece in update.pieces if piece.managed.parameter in taken]
-        if not pieces:
-            return
-        for batch in [[piece] for piece in pieces] if update.tiled else [pieces]:
+        for batch in [[piece] for piece in pieces] if update.tiled or not pieces else [pieces]:
             self._update(update, batch, record, taken)
         parameters = tuple(dict.fromkeys(p.managed.parameter for p in pieces))
         _set_version(parameters, tuple(p._version + 1 for p in parameters))
-        for parameter in parameters:
-            self._show_state(update, parameter)
+        return parameters
 
-    def _update(self, update: GroupUpdate, pieces: list[Piece], record: StepRecord, taken: dict[nn.Parameter, tuple[int, GradHandle]]) -> None:
+    def _update(
+        self,
+        update: GroupUpdate,
+        pieces: list[Piece],
+        record: StepRecord,
+        taken: dict[nn.Parameter, tuple[int, GradHandle]],
+    ) -> None:
         """One transaction: parameters, gradients where the optimizer changes them, and state of these pieces."""
         tile = pieces[0].tile
         slots = [taken[p.managed.parameter][1].slot for p in pieces]
@@ -185,11 +215,17 @@ class Updater:
         return [b for bundles in store.sets for b in _of_tile(bundles, tile)]
 
     def _absorb(self, update: GroupUpdate, pieces: list[Piece], tile: int, held: list[Bundle]) -> list[Bundle]:
-        """Bring state tensors that the step has made into the store; returns what it leased for that. Marks state as written."""
+        """Bring state tensors that the step has made into the store; returns what it leased for that. Marks state as
+        written.
+        """
         store = update.store
         forms = {m: place for m, place in store.places.items()}
         needed = {p.managed.parameter: forms_of(p.shadow, p.state) for p in pieces}
-        if any({f.key: f for f in fs} != {k: pl.form for k, pl in forms.get(p, {}).items()} for p, fs in needed.items() if fs):
+        if any(
+            {f.key: f for f in fs} != {k: pl.form for k, pl in forms.get(p, {}).items()}
+            for p, fs in needed.items()
+            if fs
+        ):
             self._rebuild(update, needed, held)
         created = [b for b in self._state_bundles(store, tile) if b.bundle_id is None] if any(needed.values()) else []
         self.residency.acquire(created, Mode.CREATE)
@@ -233,18 +269,26 @@ class Updater:
                 place = update.store.places[parameter][key]
                 shown = visible.get(key)
                 if not isinstance(shown, torch.Tensor) or shown.data_ptr() != place.address:
-                    visible[key] = place.tensor(parameter.shape if not piece.whole else value.shape, None if not piece.whole else value.stride())
+                    visible[key] = place.tensor(
+                        parameter.shape if not piece.whole else value.shape, None if not piece.whole else value.stride()
+                    )
             else:
                 visible[key] = value
 
     def adopt(self) -> None:
-        """Take state that exists in `optimizer.state` (from earlier steps, or a checkpoint) into the store; the tensors are copied."""
+        """Take state that exists in `optimizer.state` (from earlier steps, or a checkpoint) into the store; the tensors
+        are copied.
+        """
         for update in self.updates:
             self._adopt_group(update)
 
     def _adopt_group(self, update: GroupUpdate) -> None:
         state = self.optimizer.state
-        present = {p.managed.parameter: dict(state[p.managed.parameter]) for p in update.pieces if state.get(p.managed.parameter)}
+        present = {
+            p.managed.parameter: dict(state[p.managed.parameter])
+            for p in update.pieces
+            if state.get(p.managed.parameter)
+        }
         if not present:
             for piece in update.pieces:
                 piece.state = {}
@@ -304,7 +348,11 @@ class Updater:
         for update in self.updates:
             places = update.store.places.get(parameter)
             if places:
-                return [b for b in dict.fromkeys(b for place in places.values() for b in place.bundles) if b.bundle_id is not None]
+                return [
+                    b
+                    for b in dict.fromkeys(b for place in places.values() for b in place.bundles)
+                    if b.bundle_id is not None
+                ]
         return []
 
     def state_addresses_of(self, parameter: nn.Parameter) -> frozenset[int]:
@@ -316,7 +364,9 @@ def _piece(managed: ManagedParameter, first: int, count: int, tile: int) -> Piec
     storage, source = managed.storage, managed.parameter
     size = source.element_size()
     if tile < 0:
-        view = alias(storage.address, storage.nbytes, source.dtype, managed.shape, managed.stride, managed.storage_offset)
+        view = alias(
+            storage.address, storage.nbytes, source.dtype, managed.shape, managed.stride, managed.storage_offset
+        )
     else:
         view = alias(storage.address + first * size, count * size, source.dtype, (count,))
     shadow = nn.Parameter(view, requires_grad=source.requires_grad)
@@ -329,18 +379,22 @@ def _of_tile(bundles: list[Bundle], tile: int) -> list[Bundle]:
 
 
 class _Placed(OrderedDict[int, Any]):
-    """Hooks with ours at one end of the order, however late the user's were registered. Weakly referenceable, as handles need it."""
+    """Hooks with ours at one end of the order, however late the user's were registered. Weakly referenceable, as
+    handles need it.
+    """
 
     ours: int = -1
 
 
 class _OursLast(_Placed):
     def values(self) -> Any:
-        return [hook for key, hook in self.items() if key != self.ours] + [hook for key, hook in self.items() if key == self.ours]
+        return [hook for key, hook in self.items() if key != self.ours] + [
+            hook for key, hook in self.items() if key == self.ours
+        ]
 
 
 class _OursFirst(_Placed):
     def values(self) -> Any:
-        return [hook for key, hook in self.items() if key == self.ours] + [hook for key, hook in self.items() if key != self.ours]
-
-
+        return [hook for key, hook in self.items() if key == self.ours] + [
+            hook for key, hook in self.items() if key != self.ours
+        ]

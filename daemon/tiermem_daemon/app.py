@@ -1,4 +1,6 @@
-"""The composition root of tiermemd: builds everything from a configuration, serves until told to end, takes it down in reverse."""
+"""The composition root of tiermemd: builds everything from a configuration, serves until told to end, takes it down in
+reverse.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,11 @@ async def _serve(loaded: LoadedConfig, options: ServeOptions) -> int:
         stack.enter_context(prepare_runtime_directory(config.daemon.socket, runtime_mode))
         store = _open_store(loaded, options)
         stack.push_async_callback(asyncio.to_thread, store.close)
-        side = SideSocket(Path(f"{config.daemon.socket}{SIDE_SOCKET_SUFFIX}"), owner_uid=os.getuid(), allowed_uids=config.daemon.allowed_uids)
+        side = SideSocket(
+            Path(f"{config.daemon.socket}{SIDE_SOCKET_SUFFIX}"),
+            owner_uid=os.getuid(),
+            allowed_uids=config.daemon.allowed_uids,
+        )
         await side.start()
         stack.push_async_callback(side.stop)
         service = TierMemService(store, side, config.sessions.alive_interval_s, options.embedded)
@@ -83,8 +89,13 @@ async def _serve(loaded: LoadedConfig, options: ServeOptions) -> int:
 
         stack.push_async_callback(stop_serving)
         if config.daemon.metrics_port is not None:
-            exporter = Exporter(config.daemon.metrics_host, config.daemon.metrics_port, make_registry(store.snapshot),
-                                healthy=lambda: True, ready=lambda: health.serving)  # fmt: skip
+            exporter = Exporter(
+                config.daemon.metrics_host,
+                config.daemon.metrics_port,
+                make_registry(store.snapshot),
+                healthy=lambda: True,
+                ready=lambda: health.serving,
+            )
             stack.callback(exporter.close)
             _log.info("metrics on http://%s:%d/metrics", config.daemon.metrics_host, exporter.port)
         notifier = Notifier.from_environ(os.environ)
@@ -123,7 +134,9 @@ def _watch_owner(options: ServeOptions, stopped: asyncio.Event, stack: contextli
 def _open_store(loaded: LoadedConfig, options: ServeOptions) -> TensorStore:
     config = loaded.config
     if not config.flash:
-        raise ConfigError("no flash directory is configured; give --flash DIR[:SIZE], or a [[flash]] table in the configuration file")
+        raise ConfigError(
+            "no flash directory is configured; give --flash DIR[:SIZE], or a [[flash]] table in the configuration file"
+        )
     calls, wrap = _faults(options.fault_script)
     with contextlib.ExitStack() as undo:
         directories = []
@@ -152,8 +165,8 @@ def _faults(script: str | None) -> tuple[FileCalls, Callable[[Tier], Tier]]:
     """Scripted faults for tests; without a script, the real thing."""
     if not script:
         return LinuxCalls(), lambda tier: tier
-    from tiermem.testing.fakes import FaultyTier  # noqa: PLC0415 - only where a test asks for it
-    from tiermem.testing.faults import FaultyCalls, parse_fault_script  # noqa: PLC0415
+    from tiermem.testing.fakes import FaultyTier
+    from tiermem.testing.faults import FaultyCalls, parse_fault_script
 
     faults = parse_fault_script(script)
     _log.warning("FAULTS ARE INJECTED: %s", script)
@@ -161,11 +174,13 @@ def _faults(script: str | None) -> tuple[FileCalls, Callable[[Tier], Tier]]:
 
 
 async def _start_grpc(socket: Path, shared: bool, service: TierMemService) -> tuple[grpc.aio.Server, Health]:
-    server = grpc.aio.server(options=[
-        ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
-        ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
-        ("grpc.so_reuseport", 0),
-    ])  # fmt: skip
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_send_message_length", codec.MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", codec.MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
     pb_grpc.add_TierMemServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     health = Health(server)
     register_reflection(server)

@@ -33,13 +33,20 @@ class TierMemService(pb_grpc.TierMemServicer):
         self._alive_interval_s, self._embedded = alive_interval_s, embedded
         self._sessions: set[Session] = set()
 
-    async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:  # type: ignore[type-arg,override]
+    # type: ignore[type-arg,override]
+    async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
         return pb.GetInfoResponse(
-            version=__version__, protocol=codec.PROTOCOL, pid=os.getpid(), side_socket=str(self._side_socket.path),
-            dram_capacity_bytes=self._store.dram_bytes, dram_free_bytes=self._store.free_dram_bytes, embedded=self._embedded,
-        )  # fmt: skip
+            version=__version__,
+            protocol=codec.PROTOCOL,
+            pid=os.getpid(),
+            side_socket=str(self._side_socket.path),
+            dram_capacity_bytes=self._store.dram_bytes,
+            dram_free_bytes=self._store.free_dram_bytes,
+            embedded=self._embedded,
+        )
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:  # type: ignore[type-arg,override]
+    # type: ignore[type-arg,override]
+    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:
         stats = self._store.snapshot()
         if request.job and all(job.job != request.job for job in stats.jobs):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"NOT_FOUND: no job {request.job[:200]!r} is running here")
@@ -81,8 +88,10 @@ class TierMemService(pb_grpc.TierMemServicer):
             raise ProtocolError(f"the first message of a session is Open, not {first.WhichOneof('body')!r}")
         ask = first.open
         if ask.protocol != codec.PROTOCOL:
-            raise ProtocolError(f"the client speaks protocol {ask.protocol} (tiermem {ask.version[:50] or '?'}), this daemon {codec.PROTOCOL} "
-                                f"(tiermem {__version__}); install the same version on both sides")  # fmt: skip
+            raise ProtocolError(
+                f"the client speaks protocol {ask.protocol} (tiermem {ask.version[:50] or '?'}), this daemon {codec.PROTOCOL} "
+                f"(tiermem {__version__}); install the same version on both sides"
+            )
         for field, value in (("dram_bytes", ask.dram_bytes), ("flash_bytes", ask.flash_bytes)):
             if not 0 <= value < 1 << 60:
                 raise InvalidArgument(f"open.{field} is {value}, outside 0 .. 2^60")
@@ -104,7 +113,9 @@ class TierMemService(pb_grpc.TierMemServicer):
         session.opened(__version__)
         return session, peer, watch
 
-    async def _read(self, session: Session, requests: AsyncIterator[pb.ClientMessage], failure: list[TiermemError]) -> None:
+    async def _read(
+        self, session: Session, requests: AsyncIterator[pb.ClientMessage], failure: list[TiermemError]
+    ) -> None:
         try:
             async for message in requests:
                 if not session.handle(message):
@@ -119,11 +130,17 @@ class TierMemService(pb_grpc.TierMemServicer):
             session.end("disconnected")
 
     def _read_ended(self, task: asyncio.Task[None], session: Session, failure: list[TiermemError]) -> None:
-        """A bug must not leave a session that nobody reads: it is logged, reported to the client, and ends that session only."""
+        """A bug must not leave a session that nobody reads: it is logged, reported to the client, and ends that session
+        only.
+        """
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _log.error("job %r: unexpected error", session.job.job, exc_info=error)
-            failure.append(TiermemError(f"unexpected error in the daemon: {type(error).__name__}: {error}; its log has the traceback"))
+            failure.append(
+                TiermemError(
+                    f"unexpected error in the daemon: {type(error).__name__}: {error}; its log has the traceback"
+                )
+            )
             self._store.count_error(failure[-1])
             session.end("internal")
 

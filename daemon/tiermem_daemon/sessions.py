@@ -1,5 +1,6 @@
-"""One client's session: its job, its ordered queue of messages, and its end. Lives on the event loop; only `wake` is called from the
-mover's threads."""
+"""One client's session: its job, its ordered queue of messages, and its end. Lives on the event loop; only `wake` is
+called from the mover's threads.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ _log = logging.getLogger("tiermem.sessions")
 
 
 class Session:
-    """Decodes what the client sends, acts on the job's store, and yields what the daemon has to say, in the order it was decided."""
+    """Decodes what the client sends, acts on the job's store, and yields what the daemon has to say, in the order it
+    was decided.
+    """
 
     def __init__(self, store: TensorStore, job: JobStore, alive_interval_s: float) -> None:
         self.job = job
@@ -33,9 +36,19 @@ class Session:
     def opened(self, version: str) -> None:
         """Queue the first message."""
         layout = self.job.layout
-        self._say(pb.DaemonMessage(opened=pb.Opened(
-            session=self.job.session, job=self.job.job, arena_bytes=layout.arena_bytes, frame_bytes=layout.frame_bytes,
-            bundle_cap_bytes=layout.bundle_cap_bytes, flash_quota_bytes=self.job.flash_quota_bytes, version=version)))  # fmt: skip
+        self._say(
+            pb.DaemonMessage(
+                opened=pb.Opened(
+                    session=self.job.session,
+                    job=self.job.job,
+                    arena_bytes=layout.arena_bytes,
+                    frame_bytes=layout.frame_bytes,
+                    bundle_cap_bytes=layout.bundle_cap_bytes,
+                    flash_quota_bytes=self.job.flash_quota_bytes,
+                    version=version,
+                )
+            )
+        )
 
     def handle(self, message: pb.ClientMessage) -> bool:
         """Act on one message; False when it was Close. Raises ProtocolError: the session then ends."""

@@ -5,9 +5,7 @@ import pytest
 from tiermem import errors
 from tiermem.errors import Code, DaemonTimeout, InvalidArgument, TierIOError, TiermemError, error_for
 
-CLASSES = [
-    cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TiermemError)
-]  # fmt: skip
+CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TiermemError)]
 
 
 def test_every_code_has_exactly_one_class() -> None:

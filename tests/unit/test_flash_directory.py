@@ -75,8 +75,11 @@ def test_another_process_holds_it_and_its_leftovers_are_reclaimed(tmp_path: Path
     link.symlink_to(foreign[0])
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLDER, str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     with holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"

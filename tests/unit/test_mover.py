@@ -139,8 +139,14 @@ def test_order_is_deadline_then_reads_then_first_come(new_mover: NewMover) -> No
     gate.open()
     assert mover.wait_idle(WAIT_S)
     assert log.names == [
-        "demand", "write, 4", "read, 5", "write, 5", "read, never, first", "read, never, second", "write, never",
-    ]  # fmt: skip
+        "demand",
+        "write, 4",
+        "read, 5",
+        "write, 5",
+        "read, never, first",
+        "read, never, second",
+        "write, never",
+    ]
 
 
 def test_an_urgent_read_overtakes_between_chunks(new_mover: NewMover) -> None:

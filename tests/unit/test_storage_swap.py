@@ -174,7 +174,8 @@ class Wrapper(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (3,))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise NotImplementedError
 
 
@@ -213,9 +214,22 @@ def test_storage_key_is_shared_by_views_and_none_without_storage() -> None:
 
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
-    torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.complex64, torch.complex128,
-]  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

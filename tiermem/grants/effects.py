@@ -10,7 +10,9 @@ from tiermem.stats import StallCause
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put the message into the session's ordered queue. `waited_for`: why the demand could not be answered at once, if it could not."""
+    """Put the message into the session's ordered queue. `waited_for`: why the demand could not be answered at once, if
+    it could not.
+    """
 
     message: DaemonBody
     waited_for: StallCause | None = None

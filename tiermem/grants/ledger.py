@@ -1,8 +1,8 @@
 """The daemon's end of the grant protocol for one session: a pure machine (notes of the protocol: ARCHITECTURE.md).
 
-One message or one finished transfer at a time goes in, effects come out; no clock, thread, lock, socket or I/O. The store calls it under
-its job lock. A demand waits for transfers, never for a client (no hold-and-wait): what is not pinned can always be dropped or written
-back, and a lane never pins more than its budget.
+One message or one finished transfer at a time goes in, effects come out; no clock, thread, lock, socket or I/O. The
+store calls it under its job lock. A demand waits for transfers, never for a client (no hold-and-wait): what is not
+pinned can always be dropped or written back, and a lane never pins more than its budget.
 """
 
 from __future__ import annotations
@@ -53,12 +53,21 @@ class OpenDemand:
 class GrantLedger:
     """Pins, residency and budgets of one session's arena.
 
-    `frames_for` gives an extent's frames for a size, `flash_quota_frames` bounds live bundles plus one spare (a write-back never
-    overwrites the only copy). Invariant: every frame is free or has one owner; pins of a lane <= its budget; Σ budgets <= arena.
+    `frames_for` gives an extent's frames for a size, `flash_quota_frames` bounds live bundles plus one spare (a
+    write-back never overwrites the only copy). Invariant: every frame is free or has one owner; pins of a lane <= its
+    budget; Σ budgets <= arena.
     """
 
-    def __init__(self, frames: FrameAllocator, frame_bytes: int, frames_for: Callable[[int], int], flash_quota_frames: int,
-                 spare_frames: int, placement: Placement, first_bundle_id: Callable[[], int]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        frames: FrameAllocator,
+        frame_bytes: int,
+        frames_for: Callable[[int], int],
+        flash_quota_frames: int,
+        spare_frames: int,
+        placement: Placement,
+        first_bundle_id: Callable[[], int],
+    ) -> None:
         self._frames = frames
         self._frame_bytes = frame_bytes
         self._frames_for = frames_for
@@ -87,7 +96,9 @@ class GrantLedger:
             self.specs[spec.spec_id] = spec
 
     def admit(self, name: str, floor_specs: list[int]) -> Lane:
-        """Own a budget for a lane whose largest set used together is `floor_specs`. Raises ResourceExhausted naming the set."""
+        """Own a budget for a lane whose largest set used together is `floor_specs`. Raises ResourceExhausted naming the
+        set.
+        """
         specs = [self._spec(spec_id) for spec_id in floor_specs]
         floor = sum(self._frames_for(spec.nbytes) for spec in specs)
         others = sum(lane.budget_frames for lane in self.lanes.values() if lane.name != name)
@@ -105,7 +116,9 @@ class GrantLedger:
     # -- messages
 
     def receive(self, message: ClientBody) -> list[Effect]:
-        """Raises ProtocolError for what no correct client sends; the session is then closed. Nothing is changed before it raises."""
+        """Raises ProtocolError for what no correct client sends; the session is then closed. Nothing is changed before
+        it raises.
+        """
         match message:
             case Demand():
                 self._demand(message)
@@ -115,7 +128,9 @@ class GrantLedger:
                 self._unpin(message.serial, self._pin(message.serial))
             case Discard():
                 for bundle in message.bundles:
-                    if any(p.bundle == bundle for p in self.pins.values()) or any(d.bundle == bundle for d in self.open):
+                    if any(p.bundle == bundle for p in self.pins.values()) or any(
+                        d.bundle == bundle for d in self.open
+                    ):
                         raise ProtocolError(f"discard of bundle {bundle}, which is leased or asked for")
                     self._record(bundle)
                 for bundle in message.bundles:
@@ -130,7 +145,9 @@ class GrantLedger:
             raise ProtocolError(f"epoch {demand.epoch} of lane {lane.name!r} is not newer than {lane.epoch}")
         for serial in demand.held:
             if self._pin(serial).lane != lane.name:
-                raise ProtocolError(f"lane {lane.name!r} claims to hold grant {serial} of lane {self.pins[serial].lane!r}")
+                raise ProtocolError(
+                    f"lane {lane.name!r} claims to hold grant {serial} of lane {self.pins[serial].lane!r}"
+                )
         if demand.mode == Mode.CREATE:
             spec = self._spec(demand.target)
             record = BundleRecord(self._next_bundle_id(), spec, self._frames_for(spec.nbytes))
@@ -138,7 +155,11 @@ class GrantLedger:
             known = self.bundles.get(demand.target)
             if known is None or known.version == 0 or known.state == State.DOOMED:
                 lane.epoch = demand.epoch
-                self._refuse(demand, Code.NOT_FOUND, f"bundle {demand.target} does not exist in this session, or holds no bytes yet")
+                self._refuse(
+                    demand,
+                    Code.NOT_FOUND,
+                    f"bundle {demand.target} does not exist in this session, or holds no bytes yet",
+                )
                 return
             record = known
         lane.epoch = demand.epoch
@@ -158,15 +179,19 @@ class GrantLedger:
         pinned = self._pinned(lane.name)
         need = sum(self.bundles[b].frames for b in pinned - {record.bundle_id}) + record.frames
         if need > lane.budget_frames:
-            holders = ", ".join(str(self.bundles[b].spec) for b in sorted(pinned, key=lambda b: -self.bundles[b].frames)[:6])
+            holders = ", ".join(
+                str(self.bundles[b].spec) for b in sorted(pinned, key=lambda b: -self.bundles[b].frames)[:6]
+            )
             return Code.WORKING_SET_TOO_LARGE, (
                 f"{record.spec} does not fit beside what lane {lane.name!r} holds: {self._size(need)} of {self._size(lane.budget_frames)} "
-                f"(held: {holders or 'nothing'}); give the job more DRAM")  # fmt: skip
+                f"(held: {holders or 'nothing'}); give the job more DRAM"
+            )
         live = sum(r.frames for r in self.bundles.values())
         if mode == Mode.CREATE and live + record.frames + self._spare_frames > self._flash_quota_frames:
             return Code.TIER_FULL, (
                 f"{record.spec} does not fit: the job's bundles take {self._size(live)} of a flash quota of "
-                f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare; raise the flash size")  # fmt: skip
+                f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare; raise the flash size"
+            )
         return None
 
     def _commit(self, commit: Commit) -> None:
@@ -175,10 +200,14 @@ class GrantLedger:
             if not pin.mode.writes:
                 raise ProtocolError(f"commit of bundle {bundle} under grant {serial}, which is for {pin.mode.name}")
             if version <= record.version:
-                raise ProtocolError(f"commit of version {version} of bundle {bundle}, which has version {record.version}")
+                raise ProtocolError(
+                    f"commit of version {version} of bundle {bundle}, which has version {record.version}"
+                )
         for serial, bundle in commit.consumed:
             self._pin(serial, bundle)
-            if any(p.bundle == bundle and s != serial for s, p in self.pins.items()) or any(d.bundle == bundle for d in self.open):
+            if any(p.bundle == bundle and s != serial for s, p in self.pins.items()) or any(
+                d.bundle == bundle for d in self.open
+            ):
                 raise ProtocolError(f"consumed bundle {bundle} is leased elsewhere")
         for serial, bundle, version in commit.updated:
             record = self.bundles[bundle]
@@ -238,7 +267,9 @@ class GrantLedger:
         return self._serve()
 
     def exit(self) -> list[Effect]:
-        """The client is gone, proven: every pin, demand and bundle ends; frames in transfer are freed when it has drained."""
+        """The client is gone, proven: every pin, demand and bundle ends; frames in transfer are freed when it has
+        drained.
+        """
         self.pins.clear()
         self.open.clear()
         self.lanes.clear()
@@ -279,13 +310,18 @@ class GrantLedger:
         return self._take_effects()
 
     def _make_room(self, need: int) -> bool:
-        """Drop clean bundles and start write-backs until `need` frames are free or on their way; True if they are free now."""
+        """Drop clean bundles and start write-backs until `need` frames are free or on their way; True if they are free
+        now.
+        """
         free = self._frames.free_frames
         if free >= need:
             return True
         pinned = {p.bundle for p in self.pins.values()} | {d.bundle for d in self.open}
-        coming = sum(r.frames for r in self.bundles.values()
-                     if r.state == State.DOOMED or (r.state == State.WRITING and r.bundle_id not in pinned))  # fmt: skip
+        coming = sum(
+            r.frames
+            for r in self.bundles.values()
+            if r.state == State.DOOMED or (r.state == State.WRITING and r.bundle_id not in pinned)
+        )
         idle = [b for b, r in self.bundles.items() if r.state in (State.CLEAN, State.DIRTY) and b not in pinned]
         order = self._placement.eviction_order(idle)
         sized = [(b, self.bundles[b].frames) for b in order]
@@ -312,8 +348,16 @@ class GrantLedger:
         self._serial += 1
         self.pins[self._serial] = Pin(demand.lane, record.bundle_id, demand.mode)
         self._placement.used(record.bundle_id)
-        grant = Grant(self._serial, demand.lane, self.lanes[demand.lane].epoch, record.bundle_id, demand.mode, record.version,
-                      record.runs, demand.epoch)  # fmt: skip
+        grant = Grant(
+            self._serial,
+            demand.lane,
+            self.lanes[demand.lane].epoch,
+            record.bundle_id,
+            demand.mode,
+            record.version,
+            record.runs,
+            demand.epoch,
+        )
         self._effects.append(Send(grant, waiting.waited_for))
 
     def _refuse(self, demand: Demand, code: Code, message: str) -> None:
@@ -357,12 +401,16 @@ class GrantLedger:
     # -- look-ups
 
     def _pinned(self, lane: str) -> set[int]:
-        return {p.bundle for p in self.pins.values() if p.lane == lane} | {d.bundle for d in self.open if d.demand.lane == lane}
+        return {p.bundle for p in self.pins.values() if p.lane == lane} | {
+            d.bundle for d in self.open if d.demand.lane == lane
+        }
 
     def _pin(self, serial: int, bundle: int | None = None) -> Pin:
         pin = self.pins.get(serial)
         if pin is None or (bundle is not None and pin.bundle != bundle):
-            raise ProtocolError(f"grant {serial}{'' if bundle is None else f' of bundle {bundle}'} is not held by this session")
+            raise ProtocolError(
+                f"grant {serial}{'' if bundle is None else f' of bundle {bundle}'} is not held by this session"
+            )
         return pin
 
     def _record(self, bundle: int) -> BundleRecord:
@@ -385,15 +433,23 @@ class GrantLedger:
         return effects
 
     def check_invariants(self) -> None:
-        """Σ extents + free frames == arena; pins within budgets; states fit their frames; flash reservations within the quota."""
+        """Σ extents + free frames == arena; pins within budgets; states fit their frames; flash reservations within the
+        quota.
+        """
         for record in self.bundles.values():
             record.check_invariants()
         self._frames.check_invariants(run for record in self.bundles.values() for run in record.runs)
         for lane in self.lanes.values():
             pinned = sum(self.bundles[b].frames for b in self._pinned(lane.name))
             assert pinned <= lane.budget_frames, f"lane {lane.name!r} pins {pinned} of {lane.budget_frames} frames"
-        assert sum(lane.budget_frames for lane in self.lanes.values()) <= self._frames.frames, "budgets exceed the arena"
+        assert sum(lane.budget_frames for lane in self.lanes.values()) <= self._frames.frames, (
+            "budgets exceed the arena"
+        )
         for pin in self.pins.values():
             state = self.bundles[pin.bundle].state
-            assert state in FRAMED and state not in (State.LOADING, State.DOOMED), f"pin on bundle {pin.bundle}, which is {state}"
-            assert not (pin.mode.writes and state == State.WRITING), f"bundle {pin.bundle} is writable during its write-back"
+            assert state in FRAMED and state not in (State.LOADING, State.DOOMED), (
+                f"pin on bundle {pin.bundle}, which is {state}"
+            )
+            assert not (pin.mode.writes and state == State.WRITING), (
+                f"bundle {pin.bundle} is writable during its write-back"
+            )

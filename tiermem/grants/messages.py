@@ -1,4 +1,6 @@
-"""The protocol's messages as values (proto/tiermem/rpc/v1/tiermem.proto on the wire). Serial numbers name grants everywhere."""
+"""The protocol's messages as values (proto/tiermem/rpc/v1/tiermem.proto on the wire). Serial numbers name grants
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tiermem.errors import Code
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Daemon to client: a reservation of `bundle`, whose bytes lie in `runs`. `answers`: the epoch of the demand it answers, or 0."""
+    """Daemon to client: a reservation of `bundle`, whose bytes lie in `runs`. `answers`: the epoch of the demand it
+    answers, or 0.
+    """
 
     serial: int
     lane: str
@@ -35,7 +39,8 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Client to daemon: what was not granted in time. `held`: serials of every lease of the lane; the lane's other pins are void.
+    """Client to daemon: what was not granted in time. `held`: serials of every lease of the lane; the lane's other pins
+    are void.
 
     `target` is a bundle id, or with mode CREATE a spec id: the grant then names a fresh bundle.
     """
@@ -49,7 +54,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Client to daemon, one transaction: (serial, bundle, version) of what was written, (serial, bundle) of what was used up."""
+    """Client to daemon, one transaction: (serial, bundle, version) of what was written, (serial, bundle) of what was
+    used up.
+    """
 
     updated: tuple[tuple[int, int, int], ...]
     consumed: tuple[tuple[int, int], ...] = ()

@@ -1,5 +1,6 @@
-"""The client's end of the grant protocol: a pure machine. Every method, the append to `outbox` included, is one critical section of
-the client's lock (otherwise a demand of another thread overtakes a commit, counterexample C4)."""
+"""The client's end of the grant protocol: a pure machine. Every method, the append to `outbox` included, is one
+critical section of the client's lock (otherwise a demand of another thread overtakes a commit, counterexample C4).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class GrantTable:
         return len(self._leases)
 
     def demand(self, lane: str, target: int, mode: Mode) -> Waiter:
-        """Ask for a lease: the lane's epoch moves on, and everything it does not hold is void. Each thread has one open demand at most."""
+        """Ask for a lease: the lane's epoch moves on, and everything it does not hold is void. Each thread has one open
+        demand at most.
+        """
         self._epoch[lane] += 1
         held = frozenset(s for s, lease in self._leases.items() if lease.grant.lane == lane)
         waiter = Waiter(Demand(lane, self._epoch[lane], held, target, mode))

@@ -1,4 +1,6 @@
-"""Which bundle leaves DRAM first. A policy only orders; the ledger decides who may leave and how many frames are needed."""
+"""Which bundle leaves DRAM first. A policy only orders; the ledger decides who may leave and how many frames are
+needed.
+"""
 
 from __future__ import annotations
 

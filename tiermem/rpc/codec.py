@@ -1,5 +1,7 @@
-"""Domain values to messages and back. Everything that arrives is checked here before any state sees it: a field out of range raises
-ProtocolError naming field and value. Tables travel as packed little-endian integers (a message object per row is 4 times slower)."""
+"""Domain values to messages and back. Everything that arrives is checked here before any state sees it: a field out of
+range raises ProtocolError naming field and value. Tables travel as packed little-endian integers (a message object per
+row is 4 times slower).
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,16 @@ def _mode(value: int) -> Mode:
 def encode_client(message: ClientBody) -> pb.ClientMessage:
     match message:
         case Demand(lane, epoch, held, target, mode):
-            return pb.ClientMessage(demand=pb.Demand(lane=lane, epoch=epoch, held=pack_u64(held), target=target, mode=int(mode)))
+            return pb.ClientMessage(
+                demand=pb.Demand(lane=lane, epoch=epoch, held=pack_u64(held), target=target, mode=int(mode))
+            )
         case Commit(updated, consumed):
-            return pb.ClientMessage(commit=pb.Commit(updated=pack_u64(v for row in updated for v in row),
-                                                     consumed=pack_u64(v for pair in consumed for v in pair)))  # fmt: skip
+            return pb.ClientMessage(
+                commit=pb.Commit(
+                    updated=pack_u64(v for row in updated for v in row),
+                    consumed=pack_u64(v for pair in consumed for v in pair),
+                )
+            )
         case Done(serial):
             return pb.ClientMessage(done=pb.Done(serial=serial))
         case Discard(bundles):
@@ -71,8 +79,10 @@ def decode_client(message: pb.ClientMessage) -> ClientBody:
         case "commit":
             updated = _unpack(message.commit.updated, "Q", 8, 3, "commit.updated")
             consumed = _unpack(message.commit.consumed, "Q", 8, 2, "commit.consumed")
-            return Commit(tuple((s, b, _in_range(v, 1, 1 << 62, "commit version")) for s, b, v in updated),
-                          tuple((s, b) for s, b in consumed))  # fmt: skip
+            return Commit(
+                tuple((s, b, _in_range(v, 1, 1 << 62, "commit version")) for s, b, v in updated),
+                tuple((s, b) for s, b in consumed),
+            )
         case "done":
             return Done(message.done.serial)
         case "discard":
@@ -82,10 +92,25 @@ def decode_client(message: pb.ClientMessage) -> ClientBody:
 
 
 def encode_specs(specs: Iterable[BundleSpec]) -> pb.ClientMessage:
-    return pb.ClientMessage(declare=pb.Declare(specs=[
-        pb.Spec(spec_id=s.spec_id, kind=int(s.kind), unit=s.unit, nbytes=s.nbytes, tensors=[
-            pb.TensorSpec(name=t.name, dtype=t.dtype, shape=t.shape, offset_bytes=t.offset_bytes, nbytes=t.nbytes) for t in s.tensors])
-        for s in specs]))  # fmt: skip
+    return pb.ClientMessage(
+        declare=pb.Declare(
+            specs=[
+                pb.Spec(
+                    spec_id=s.spec_id,
+                    kind=int(s.kind),
+                    unit=s.unit,
+                    nbytes=s.nbytes,
+                    tensors=[
+                        pb.TensorSpec(
+                            name=t.name, dtype=t.dtype, shape=t.shape, offset_bytes=t.offset_bytes, nbytes=t.nbytes
+                        )
+                        for t in s.tensors
+                    ],
+                )
+                for s in specs
+            ]
+        )
+    )
 
 
 def decode_specs(declare: pb.Declare, cap_bytes: int) -> list[BundleSpec]:
@@ -125,11 +150,22 @@ def encode_daemon(message: DaemonBody) -> pb.DaemonMessage:
     match message:
         case Grant():
             runs = struct.pack(f"<{2 * len(message.runs)}I", *(v for run in message.runs for v in run))
-            return pb.DaemonMessage(grant=pb.Grant(
-                serial=message.serial, lane=message.lane, epoch=message.epoch, bundle=message.bundle, mode=int(message.mode),
-                version=message.version, runs=runs, answers=message.answers))  # fmt: skip
+            return pb.DaemonMessage(
+                grant=pb.Grant(
+                    serial=message.serial,
+                    lane=message.lane,
+                    epoch=message.epoch,
+                    bundle=message.bundle,
+                    mode=int(message.mode),
+                    version=message.version,
+                    runs=runs,
+                    answers=message.answers,
+                )
+            )
         case Refuse():
-            return pb.DaemonMessage(refuse=pb.Refuse(lane=message.lane, answers=message.answers, code=message.code, message=message.message))
+            return pb.DaemonMessage(
+                refuse=pb.Refuse(lane=message.lane, answers=message.answers, code=message.code, message=message.message)
+            )
 
 
 def decode_grant(grant: pb.Grant, frames: int) -> Grant:
@@ -138,7 +174,16 @@ def decode_grant(grant: pb.Grant, frames: int) -> Grant:
     for first, count in runs:
         if count < 1 or first + count > frames:
             raise ProtocolError(f"grant {grant.serial} names frames {first} .. {first + count} of an arena of {frames}")
-    return Grant(grant.serial, grant.lane, grant.epoch, grant.bundle, _mode(grant.mode), grant.version, _as_runs(runs), grant.answers)
+    return Grant(
+        grant.serial,
+        grant.lane,
+        grant.epoch,
+        grant.bundle,
+        _mode(grant.mode),
+        grant.version,
+        _as_runs(runs),
+        grant.answers,
+    )
 
 
 def _as_runs(rows: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:

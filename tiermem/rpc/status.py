@@ -31,11 +31,15 @@ def status_for(error: TiermemError) -> tuple[grpc.StatusCode, str]:
 
 
 def error_from_rpc(error: grpc.RpcError) -> TiermemError:
-    """The typed error for a failed call or stream; anything that did not come from tiermem means that the daemon is unavailable."""
+    """The typed error for a failed call or stream; anything that did not come from tiermem means that the daemon is
+    unavailable.
+    """
     details = (error.details() if isinstance(error, grpc.Call) else None) or str(error)
     code, _, message = details.partition(": ")
     if code in Code.__members__:
         return error_for(code, message)
     if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DaemonTimeout(f"the daemon did not answer in time ({details}); is it stopped? try `tiermem status`")
-    return DaemonUnavailable(f"the connection to the daemon ended ({details}); look at its log, or start it with `tiermem serve`")
+    return DaemonUnavailable(
+        f"the connection to the daemon ended ({details}); look at its log, or start it with `tiermem serve`"
+    )

@@ -234,8 +234,10 @@ class FlashDirectory:
         if self.reclaimed_files:
             _log.warning(
                 "flash directory %s: reclaimed %d files, %d bytes, left by a daemon that was killed",
-                self.path, self.reclaimed_files, self.reclaimed_bytes,
-            )  # fmt: skip
+                self.path,
+                self.reclaimed_files,
+                self.reclaimed_bytes,
+            )
 
     def _probe(self) -> None:
         """Find out whether O_DIRECT and fallocate work here, by using them."""

@@ -1,0 +1,129 @@
+"""The oracle: the same script with and without tiermem, in an arena far smaller than its state; every loss, gradient, parameter and
+optimizer state must be equal, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.integration.scripts import VOCAB, BlockModel, NoLists, Script, compare, run
+
+
+def llama(tied: bool, checkpointing: bool | None = None) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=4,
+                                             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied))  # fmt: skip
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        return model.train()  # type: ignore[no-any-return]
+
+    return make
+
+
+def gpt2() -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=64, n_layer=3, n_head=4)).train()  # type: ignore[no-any-return]
+
+
+def adamw(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, **options)
+
+
+def sgd(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda model: torch.optim.SGD(model.parameters(), lr=0.05, **options)
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 1e-2, "weight_decay": 0.0}], lr=3e-3
+    )
+
+
+def clip(model: nn.Module) -> Any:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clip_value(model: nn.Module) -> Any:
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+
+
+def evaluate(step: int, model: nn.Module, optimizer: Any, data: Any) -> Any:
+    model.eval()
+    with torch.no_grad():
+        out = model(next(data))
+    model.train()
+    return getattr(out, "logits", out).clone()
+
+
+def generate(step: int, model: Any, optimizer: Any, data: Any) -> Any:
+    model.eval()
+    tokens = model.generate(next(data)[:1], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    model.train()
+    return tokens
+
+
+def both_state_dicts(step: int, model: nn.Module, optimizer: Any, data: Any) -> Any:
+    saved = {k: v.clone() for k, v in model.state_dict().items()}
+    state = optimizer.state_dict()
+    if step == 1:  # perturb and load back, so that loading matters
+        model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v for k, v in saved.items()})
+        model.load_state_dict(saved)
+        optimizer.load_state_dict(state)
+    return saved
+
+
+CASES: dict[str, Script] = {
+    "llama tied, AdamW": Script(llama(True), adamw()),
+    "llama untied, AdamW fused": Script(llama(False), adamw(fused=True)),
+    "llama untied, AdamW foreach": Script(llama(False), adamw(foreach=True)),
+    "gpt2 with dropout": Script(gpt2, adamw()),
+    "no ModuleList": Script(NoLists, adamw()),
+    "a parameter used around its blocks": Script(lambda: BlockModel(around=True), adamw()),
+    "tied blocks": Script(lambda: BlockModel(tied=True), adamw(fused=True)),
+    "SGD with momentum": Script(lambda: BlockModel(), sgd(momentum=0.9, nesterov=True)),
+    "SGD without state": Script(lambda: BlockModel(), sgd()),
+    "two parameter groups": Script(lambda: BlockModel(), two_groups),
+    "clipping by norm": Script(lambda: BlockModel(), adamw(), clip=clip),
+    "clipping by value": Script(lambda: BlockModel(), adamw(), clip=clip_value),
+    "LR scheduler": Script(lambda: BlockModel(), adamw(), scheduler=cosine),
+    "accumulation": Script(lambda: BlockModel(), adamw(), microbatches=3),
+    "accumulation, tied, zeroed in place, clipped": Script(lambda: BlockModel(tied=True), adamw(fused=True), microbatches=2, set_to_none=False, clip=clip),
+    "checkpointing, not reentrant": Script(llama(False, False), adamw()),
+    "checkpointing, reentrant": Script(llama(False, True), adamw()),
+    "checkpointing around a root parameter": Script(lambda: BlockModel(around=True, dropout=0.1, checkpointing="nonreentrant"), adamw()),
+    "checkpointing, reentrant, dropout": Script(lambda: BlockModel(around=True, dropout=0.1, checkpointing="reentrant"), adamw()),
+    "state_dict of both, loaded back": Script(lambda: BlockModel(), adamw(), between=both_state_dicts),
+    "state_dict of both, llama tied": Script(llama(True), adamw(fused=True), between=both_state_dicts),
+    "generate between steps": Script(llama(True), adamw(), between=generate),
+    "evaluation between steps": Script(lambda: BlockModel(dropout=0.1), adamw(), between=evaluate),
+    "attached after two steps": Script(lambda: BlockModel(), adamw(), warm_steps=2),
+    "attached after two steps, llama tied, fused": Script(llama(True), adamw(fused=True), warm_steps=2),
+    "bf16": Script(lambda: BlockModel(), adamw(fused=True), dtype=torch.bfloat16),
+    "bf16 autocast": Script(lambda: BlockModel(), adamw(), autocast=True),
+    "GradScaler with a skipped step": Script(lambda: BlockModel(), adamw(), scaler=True, clip=clip),
+    "GradScaler, fused": Script(lambda: BlockModel(), adamw(fused=True), scaler=True),
+    "tiles: an embedding above the cap": Script(lambda: BlockModel(width=512, blocks=1, tied=True), adamw(fused=True), dram="10MiB"),
+    "tiles, SGD momentum, accumulation": Script(lambda: BlockModel(width=512, blocks=1), sgd(momentum=0.9), dram="10MiB", microbatches=2, clip=clip),
+    "tiles, whole tensor (Adafactor)": Script(lambda: BlockModel(width=512, blocks=1), lambda m: torch.optim.Adafactor(m.parameters()), dram="14MiB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bit_for_bit(name: str, tmp_path: Path) -> None:
+    script = CASES[name]
+    plain = run(script, attached=False, flash="")
+    managed = run(script, attached=True, flash=str(tmp_path / "flash"))
+    assert compare(plain, managed) == []
+    assert managed.stats is not None
+    assert managed.stats.links["flash_to_dram"].bytes > 0, "everything fitted: the case shows nothing"
