@@ -35,7 +35,7 @@ from tiermem.units import format_size
 
 @dataclass(frozen=True, slots=True)
 class FlashCopy:
-    """Where a bundle's bytes lie in flash, and the xxh3 digest of every chunk as it was in DRAM just before the write."""
+    """Where a bundle's bytes lie in flash, and the xxh3 digest of each chunk, taken in DRAM just before the write."""
 
     extent: Extent
     digests: tuple[int, ...]
@@ -82,7 +82,7 @@ class JobStore:
         )
         self._copies: dict[int, FlashCopy] = {}  # guarded by _lock
         self._asked_at: dict[tuple[str, int], float] = {}  # guarded by _lock
-        self._stall_s: Counter[StallCause] = Counter()  # guarded by _lock
+        self._stall_s = dict.fromkeys(StallCause, 0.0)  # guarded by _lock
         self._closed = False  # guarded by _lock
 
     @property
@@ -177,7 +177,8 @@ class JobStore:
             directory = self._directories[extent.place]
             directory.count_checksum_failure()
             raise DataLoss(
-                f"{spec} of job {self.job!r}: {format_size(span[1])} at offset {span[0]} read back from {directory.path} are not "
+                f"{spec} of job {self.job!r}: {format_size(span[1])} at offset {span[0]} read back from "
+                f"{directory.path} are not "
                 "what was written; check the drive, and restore the job from its last checkpoint"
             )
 
@@ -277,7 +278,7 @@ class JobStore:
                 commits=ledger.commits,
                 refusals=dict(ledger.refusals),
                 evictions={reason: ledger.evictions[reason] for reason in EvictReason},
-                stall_seconds={cause: self._stall_s[cause] for cause in StallCause},
+                stall_seconds=dict(self._stall_s),
                 waiting=len(ledger.open),
             )
 

@@ -309,7 +309,7 @@ class Mover:
                 tally.count(ticket)
         try:
             transfer.on_done(ticket.error)
-        except Exception:
+        except Exception:  # noqa: BLE001 - a bug in a callback must not end the worker
             _log.exception("mover: on_done of a transfer of %d bytes over %s raised", transfer.nbytes, transfer.link)
         with self._lock:
             self._unfinished -= 1
@@ -350,7 +350,7 @@ def _run(chunk: Chunk, transfer: Transfer) -> TiermemError | None:
         chunk()
     except TiermemError as error:
         return error
-    except Exception as bug:
+    except Exception as bug:  # noqa: BLE001 - reported as INTERNAL, with its cause
         _log.exception("mover: a chunk of %d bytes over %s raised", transfer.nbytes, transfer.link)
         wrapped = TiermemError(
             f"moving {transfer.nbytes} bytes over {transfer.link} failed in a way that is a bug: {bug!r}; report it"

@@ -1,7 +1,8 @@
 """Where a bundle's bytes are: one transition table over residency, dirtiness and loss. Pure; the ledger applies it
 under the store's lock.
 
-    ABSENT -create-> BLANK -commit-> DIRTY -write-> WRITING -written-> CLEAN -drop-> FLASH -load-> LOADING -loaded-> CLEAN
+    ABSENT -create-> BLANK -commit-> DIRTY -write-> WRITING -written-> CLEAN
+    CLEAN -drop-> FLASH -load-> LOADING -loaded-> CLEAN
 
 The state says which memory a bundle costs: BLANK, LOADING, CLEAN, DIRTY, WRITING and DOOMED own DRAM frames, the others
 own none. At every moment the newest committed version is in DRAM (CLEAN, DIRTY, WRITING) or in flash (FLASH, LOADING,

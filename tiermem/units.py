@@ -28,7 +28,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(value: int | str) -> int:
-    """Bytes from an int or from text such as "4MiB", "1.5 GiB", "64K" (K is 1024, KB is 1000). Raises InvalidArgument."""
+    """Bytes from an int or text such as "4MiB", "1.5 GiB", "64K" (K is 1024, KB is 1000). Raises InvalidArgument."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise InvalidArgument(
             f"size {value!r} is a {type(value).__name__}; give bytes as an int or text such as '4GiB'"

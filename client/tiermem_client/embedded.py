@@ -144,7 +144,7 @@ class EmbeddedDaemon:
 
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """The child's environment: its options come by command line, so a service's TIERMEM_* settings must not reach it."""
+    """The child's environment. Its options come by command line: a service's TIERMEM_* settings must not reach it."""
     child = {key: value for key, value in environ.items() if not key.startswith("TIERMEM_")}
     child["PYTHONPATH"] = os.pathsep.join(
         [p for p in sys.path if p] + [child["PYTHONPATH"]] if child.get("PYTHONPATH") else [p for p in sys.path if p]

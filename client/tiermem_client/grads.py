@@ -111,7 +111,8 @@ class GradBook:
             if slot is not None:
                 if slot.dtype != grad.dtype:
                     raise Unsupported(
-                        f"the gradient of {managed.name!r} is {grad.dtype}, the one before was {slot.dtype}; keep one dtype"
+                        f"the gradient of {managed.name!r} is {grad.dtype}, the one before was {slot.dtype}; "
+                        "keep one dtype"
                     )
                 return slot
         taken = {p for store in self.stores.get(group, ()) for p in store.slots}
@@ -145,7 +146,7 @@ class GradBook:
                 for start in range(0, offset, step)
             ]
         else:
-            requests = [(Kind.GRAD, group.unit, offset, tuple(specs))]
+            requests = [(Kind.GRAD, group.unit, offset, (*specs,))]
         store.bundles = self.residency.new_bundles(requests)
         return store
 
@@ -190,7 +191,8 @@ class GradBook:
         """Take over a gradient that autograd made: its bytes go to the store, the caller's tensor may be freed."""
         if grad.layout != torch.strided:
             raise Unsupported(
-                f"the gradient of {managed.name!r} is {grad.layout}; tiermem stores dense gradients only (use sparse=False)"
+                f"the gradient of {managed.name!r} is {grad.layout}; tiermem stores dense gradients only "
+                "(use sparse=False)"
             )
         slot = self.slot_for(managed, grad)
         self.keep(slot.store)
@@ -246,7 +248,7 @@ class GradHandle(torch.Tensor):
 
     @staticmethod
     def __new__(cls, book: GradBook, slot: GradSlot) -> GradHandle:
-        # type: ignore[attr-defined,no-any-return]
+
         return torch.Tensor._make_wrapper_subclass(cls, slot.managed.shape, strides=slot.stride, dtype=slot.dtype)
 
     def __init__(self, book: GradBook, slot: GradSlot) -> None:
@@ -269,7 +271,9 @@ class GradHandle(torch.Tensor):
         return self.read().clone()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
         if name == "aten::detach":
@@ -336,7 +340,10 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         else:  # only one group is leased at a time: an operand of another one is copied out first
             tensor = handle._book.readable(handle.slot)
             real[key] = tensor.clone() if len(stores) > 1 else tensor
-    swap: Callable[[Any], Any] = lambda a: real.get(id(a), a)
+
+    def swap(leaf: Any) -> Any:
+        return real.get(id(leaf), leaf)
+
     out = func(*pytree.tree_map(swap, list(args)), **pytree.tree_map(swap, dict(kwargs)))
     back = {id(tensor): handles[key] for key, tensor in real.items()}
     return pytree.tree_map(

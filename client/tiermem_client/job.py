@@ -58,7 +58,7 @@ class TrainerStats:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A running attachment. `detach` gives the tensors back to ordinary memory; a context manager does that at its end."""
+    """A running attachment. `detach` gives the tensors back to ordinary memory; so does leaving it as a context."""
 
     name: str
     model: nn.Module

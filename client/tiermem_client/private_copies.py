@@ -20,7 +20,7 @@ class PrivateCopies:
         self._directory = directory
 
     def copy(self, source: torch.Tensor) -> torch.Tensor:
-        """A contiguous-storage copy with the source's size and stride; its memory is a file's, except for small ones."""
+        """A dense copy with the source's size and stride; its memory is a file's, except for small ones."""
         dense = bool(torch.ops.aten.is_non_overlapping_and_dense.default(source))
         stride = source.stride() if dense else torch.empty(source.shape, device="meta").stride()
         nbytes = source.numel() * source.element_size()

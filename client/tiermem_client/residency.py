@@ -60,7 +60,7 @@ class ResidencyStats:
 
 @dataclass(slots=True)
 class Residency:
-    """All methods take the client lock themselves; the lock is reentrant, so a caller may hold it over several of them."""
+    """All methods take the client lock themselves; it is reentrant, so a caller may hold it over several of them."""
 
     session: Session
     stats: ResidencyStats = field(default_factory=ResidencyStats)

@@ -26,7 +26,7 @@ from tiermem_client.residency import Bundle, Residency
 from tiermem_client.storage_swap import alias, storage_key
 from tiermem_client.units import ManagedStorage
 
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,7 +120,7 @@ class SavedTensorHooks:
                 _check_version(packed.counter(), packed.version, packed.size, packed.dtype)
                 group = packed.storage.group
                 assert group is not None
-                self.hold(group, group.bundles)
+                self.hold(group.owner, group.bundles)
                 s = packed.storage
                 return alias(s.address, s.nbytes, packed.dtype, packed.size, packed.stride, packed.offset)
             case PackedBelow():
@@ -133,20 +133,26 @@ class SavedTensorHooks:
 
     def hold(self, owner: object, bundles: list[Bundle]) -> None:
         """Lease for the node that runs now, and let go of what earlier nodes of other owners held."""
-        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
         if task == -1:
             raise TiermemError("a saved tensor was unpacked outside backward; read it through the module's forward")
         if task not in self._tasks:
             self._tasks.add(task)
-            # type: ignore[attr-defined]
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
         mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
         self._release([h for h in self._holds if h.task == task and h.owner is not owner and h.node is not node])
-        if mine is not None:
-            mine.node = node
-            return
-        self.residency.acquire(bundles, Mode.READ)
-        self._holds.append(_Hold(task, node, owner, bundles))
+        if mine is None:
+            mine = _Hold(task, node, owner, [])
+            self._holds.append(mine)
+        mine.node = node
+        more = [bundle for bundle in bundles if bundle not in mine.bundles]
+        self.residency.acquire(more, Mode.READ)
+        mine.bundles += more
+
+    @staticmethod
+    def in_backward() -> bool:
+        """Whether the engine runs in this thread now."""
+        return torch._C._current_graph_task_id() != -1
 
     def end_task(self, task: int) -> None:
         """The engine has run the task's last node."""
@@ -157,7 +163,7 @@ class SavedTensorHooks:
 
     def abandon(self) -> None:
         """Between steps: what a backward that raised still holds is let go."""
-        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if torch._C._current_graph_task_id() == -1:
             self._tasks.clear()
             self._release(list(self._holds))
 
@@ -176,7 +182,7 @@ def _pack_alias(storage: ManagedStorage, tensor: torch.Tensor) -> PackedAlias:
         tensor.dtype,
         tensor.size(),
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor._version,
         lambda: twin._version,
     )
@@ -185,6 +191,7 @@ def _pack_alias(storage: ManagedStorage, tensor: torch.Tensor) -> PackedAlias:
 def _check_version(now: int, then: int, size: torch.Size, dtype: torch.dtype) -> None:
     if now != then:
         raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: [{dtype} {list(size)}] is at "
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{dtype} {list(size)}] is at "
             f"version {now}; expected version {then} instead."
         )

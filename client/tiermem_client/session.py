@@ -164,11 +164,12 @@ class Session:
     def status(self) -> bytes:
         """This job's part of the daemon's snapshot, as JSON."""
         try:
-            return self.connection.stub.GetStatus(
+            answer: pb.GetStatusResponse = self.connection.stub.GetStatus(
                 pb.GetStatusRequest(job=self.opened.job), timeout=self.timeout_s
-            ).stats_json
+            )
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
+        return answer.stats_json
 
     # -- the machinery
 
@@ -179,7 +180,8 @@ class Session:
     def _check(self) -> None:
         if os.getpid() != self._pid:
             raise Unsupported(
-                f"this tiermem session belongs to process {self._pid}; a forked child cannot use managed tensors (copy what it "
+                f"this tiermem session belongs to process {self._pid}; a forked child cannot use managed "
+                "tensors (copy what it "
                 "needs before forking, for example with model.state_dict())"
             )
         if self._error is not None:
@@ -195,7 +197,8 @@ class Session:
             silent_s = time.monotonic() - self._heard_at
             if silent_s > self.timeout_s:
                 error = DaemonTimeout(
-                    f"the daemon (pid {self.connection.info.pid}) has been silent for {silent_s:.1f} s while {what} was "
+                    f"the daemon (pid {self.connection.info.pid}) has been silent for {silent_s:.1f} s while "
+                    f"{what} was "
                     f"waited for{_process_hint(self.connection.info.pid)}; raise TIERMEM_TIMEOUT_S if it is only slow"
                 )
                 self._fail(error)
@@ -230,7 +233,8 @@ class Session:
                 self.lock.notify_all()
         self._fail(
             DaemonUnavailable(
-                f"the session with the daemon (pid {self.connection.info.pid}) has ended{_process_hint(self.connection.info.pid)}"
+                f"the session with the daemon (pid {self.connection.info.pid}) has ended"
+                + _process_hint(self.connection.info.pid)
             )
         )
 
@@ -270,7 +274,7 @@ class Session:
 
 
 def _process_hint(pid: int) -> str:
-    """What /proc says of the daemon, as a clause with the remedy; empty where it is running or not visible from here."""
+    """What /proc says of the daemon, as a clause with the remedy; empty where it runs or is not visible from here."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
             state = stat.read().rpartition(")")[2].split()[0]

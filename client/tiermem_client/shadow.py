@@ -21,7 +21,7 @@ _CAPTURED = ("grad_scale", "found_inf")  # set by GradScaler around step(), and 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one `step()` was called with: every group's hyperparameters (tensors cloned), and GradScaler's attributes."""
+    """What one `step()` was called with: the groups' hyperparameters (tensors cloned), and GradScaler's attributes."""
 
     groups: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
@@ -127,14 +127,16 @@ class OptimizerProbe:
         try:
             whole, state = self._run(group, like, [values], [[g] for g, _ in grads])
             both, _ = self._run(group, like, [values, others], [list(g) for g in grads])
-        except Exception as error:
+        except Exception as error:  # a stranger's optimizer may raise anything; its cause is kept
             raise Unsupported(
-                f"optimizer {name} cannot be run on its own for a parameter of shape {shape}: {type(error).__name__}: {error}; optimizers "
+                f"optimizer {name} cannot be run on its own for a parameter of shape {shape}: "
+                f"{type(error).__name__}: {error}; optimizers "
                 "that need a closure (LBFGS) or other context are not supported"
             ) from error
         if not torch.equal(whole[0], both[0]):
             raise Unsupported(
-                f"optimizer {name} mixes parameters in one update (a norm or a reduction over all of them), which cannot be "
+                f"optimizer {name} mixes parameters in one update (a norm or a reduction over all of them), "
+                "which cannot be "
                 "done bundle by bundle with the same result"
             )
         states = tuple(
@@ -161,7 +163,7 @@ class OptimizerProbe:
                 [values.flatten()[:half], values.flatten()[half:]],
                 [[g.flatten()[:half], g.flatten()[half:]] for g in grads],
             )
-        except Exception:
+        except Exception:  # noqa: BLE001 - a stranger's optimizer may raise anything for a flat parameter: it cannot be split
             return False
         return torch.equal(torch.cat(parts), whole.flatten())
 

@@ -18,9 +18,12 @@ from tiermem_client.units import Unit
 
 @dataclass(slots=True)
 class _Entry:
-    """One running forward of a unit: whether it leased the bundles, pushed hooks, and the versions it began with."""
+    """One running forward of a unit: whether it leased the bundles itself or holds them for backward, whether it pushed
+    hooks, and the versions it began with.
+    """
 
     leased: bool = False
+    held: bool = False
     pushed: bool = False
     versions: tuple[int, ...] = ()
 
@@ -37,11 +40,13 @@ class UnitHooks:
     _entries: dict[Unit, list[_Entry]] = field(default_factory=dict)
 
     def install(self, model: nn.Module, units: list[Unit]) -> Callable[[], None]:
-        """Hook every unit's modules and the root; returns the undo."""
+        """Hook every unit's modules, the modules with parameters inside them, and the root; returns the undo."""
         handles = []
         for unit in units:
             for module in unit.modules:
-                handles += _hook(module, _Enter(self, unit), _Leave(self, unit))
+                handles += _hook(module, _Enter(self, unit, module), _Leave(self, unit, module))
+            for module in _inner_modules(unit, units):
+                handles += _hook(module, _Enter(self, unit, module), _Leave(self, unit, module), traced=True)
         root = _RootForward(self.saved)
         handles += _hook(model, root.enter, root.leave)
 
@@ -59,9 +64,13 @@ class UnitHooks:
         if len(entries) > 1:
             return
         self.book.settle()
-        self.saved.abandon()
-        self.residency.acquire(unit.bundles, Mode.READ)
-        entry.leased = True
+        if self.saved.in_backward():  # a recomputation: what it saves is used until backward turns to another unit
+            self.saved.hold(unit, unit.bundles)
+            entry.held = True
+        else:
+            self.saved.abandon()
+            self.residency.acquire(unit.bundles, Mode.READ)
+            entry.leased = True
         entry.versions = tuple(p._version for p in unit.parameters)
         self.on_enter(unit)
 
@@ -72,7 +81,7 @@ class UnitHooks:
         entry = entries.pop()
         if entry.pushed:
             self.saved.pop()
-        if not entry.leased:
+        if not (entry.leased or entry.held):
             return
         try:
             changed = {p for p, v in zip(unit.parameters, entry.versions, strict=True) if p._version != v}
@@ -80,7 +89,8 @@ class UnitHooks:
                 self._take_changes(unit, changed)
         finally:
             self.on_leave(unit)
-            self.residency.release(unit.bundles)
+            if entry.leased:
+                self.residency.release(unit.bundles)
 
     def _take_changes(self, unit: Unit, changed: set[nn.Parameter]) -> None:
         """The forward changed parameters in place (an initialisation on first use, a power iteration): make that the
@@ -96,22 +106,36 @@ class UnitHooks:
         return bool(self._entries.get(unit))
 
 
-def _hook(module: nn.Module, enter: Any, leave: Any) -> list[Any]:
+def _inner_modules(unit: Unit, units: list[Unit]) -> list[nn.Module]:
+    """Modules with parameters of their own inside a unit. Some libraries run them without the unit's own call, as when a
+    block's `forward` is wrapped by a checkpoint: the recomputation calls the inside only.
+    """
+    hooked = {module for other in units for module in other.modules}
+    inside = dict.fromkeys(m for top in unit.modules for m in top.modules() if m not in hooked)
+    own = set(unit.parameters)
+    return [m for m in inside if any(p in own for p in m.parameters(recurse=False))]
+
+
+def _hook(module: nn.Module, enter: Any, leave: Any, traced: bool = False) -> list[Any]:
+    """`traced`: leave it to the hook to do nothing under torch.compile; otherwise the hook breaks the graph."""
+    if not traced:
+        enter, leave = torch._dynamo.disable(enter), torch._dynamo.disable(leave)
     return [
-        module.register_forward_pre_hook(torch._dynamo.disable(enter), prepend=True, with_kwargs=True),
-        module.register_forward_hook(torch._dynamo.disable(leave), with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+        module.register_forward_hook(leave, with_kwargs=True, always_call=True),
     ]
 
 
 @dataclass(slots=True, frozen=True)
 class _Enter:
-    """Module-level callables instead of lambdas, so that a hooked model can be pickled."""
+    """Objects instead of closures, so that a hooked model can be pickled."""
 
     hooks: UnitHooks
     unit: Unit
+    module: nn.Module
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if any(module is m for m in self.unit.modules):  # a deep copy of the model copies hooks: it is not ours
+        if module is self.module and not torch.compiler.is_compiling():  # a deep copy of the model copies hooks
             self.hooks.enter(self.unit)
 
 
@@ -119,9 +143,10 @@ class _Enter:
 class _Leave:
     hooks: UnitHooks
     unit: Unit
+    module: nn.Module
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if any(module is m for m in self.unit.modules):
+        if module is self.module and not torch.compiler.is_compiling():
             self.hooks.leave(self.unit)
 
 

@@ -64,12 +64,16 @@ class ManagedStorage:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Storages whose bytes share bundles. `bundles` are its PARAM bundles: one, or the tiles of a single large storage."""
+    """Storages whose bytes share bundles. `bundles` are its PARAM bundles: one, or the tiles of one large storage."""
 
-    unit: str
+    owner: Unit
     storages: list[ManagedStorage]
     bundles: list[Bundle]
     tile_elements: int = 0  # 0: not tiled
+
+    @property
+    def unit(self) -> str:
+        return self.owner.name
 
     @property
     def parameters(self) -> list[ManagedParameter]:
@@ -163,7 +167,8 @@ def collect_storages(model: nn.Module, units: list[Unit]) -> dict[int, ManagedSt
             key = storage_key(parameter)
             if key is None or parameter.device.type != "cpu":
                 raise Unsupported(
-                    f"parameter {name!r} ({type(parameter).__name__} on {parameter.device}, layout {parameter.layout}) has no "
+                    f"parameter {name!r} ({type(parameter).__name__} on {parameter.device}, layout {parameter.layout}) "
+                    "has no "
                     "dense storage in host memory; move the model to the CPU before attach"
                 )
             storage = storages.get(key)
@@ -175,7 +180,7 @@ def collect_storages(model: nn.Module, units: list[Unit]) -> dict[int, ManagedSt
                     parameter,
                     name,
                     storage,
-                    parameter.storage_offset(),
+                    int(parameter.storage_offset()),
                     tuple(parameter.shape),
                     tuple(parameter.stride()),
                 )
@@ -220,7 +225,7 @@ def _packed(unit: Unit, storages: list[ManagedStorage], residency: Residency) ->
             )
         )
         offset += round_up(max(1, storage.nbytes), TENSOR_ALIGN_BYTES)
-    group = Group(unit.name, list(storages), residency.new_bundles([(Kind.PARAM, unit.name, offset, tuple(specs))]))
+    group = Group(unit, list(storages), residency.new_bundles([(Kind.PARAM, unit.name, offset, tuple(specs))]))
     for storage in storages:
         storage.group = group
     return group
@@ -237,7 +242,7 @@ def _tiled(unit: Unit, storage: ManagedStorage, residency: Residency, target_byt
         requests.append(
             (Kind.PARAM, unit.name, nbytes, (TensorSpec(storage.name, dtype, (nbytes // itemsize,), 0, nbytes),))
         )
-    group = Group(unit.name, [storage], residency.new_bundles(requests), elements)
+    group = Group(unit, [storage], residency.new_bundles(requests), elements)
     storage.group, storage.offset_bytes = group, 0
     return group
 

@@ -124,7 +124,8 @@ class Updater:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(a is not None for a in args[1:]) or any(v is not None for v in kwargs.values()):
             raise Unsupported(
-                "step(closure) re-evaluates the model inside the update, which cannot be streamed; call step() without one"
+                "step(closure) re-evaluates the model inside the update, which cannot be streamed; "
+                "call step() without one"
             )
         self._restore()
         taken: dict[nn.Parameter, tuple[int, GradHandle]] = {}
@@ -219,7 +220,7 @@ class Updater:
         written.
         """
         store = update.store
-        forms = {m: place for m, place in store.places.items()}
+        forms = store.places
         needed = {p.managed.parameter: forms_of(p.shadow, p.state) for p in pieces}
         if any(
             {f.key: f for f in fs} != {k: pl.form for k, pl in forms.get(p, {}).items()}

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -19,8 +20,11 @@ from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
 from tiermem.stats import StoreStats
 from tiermem.store import TensorStore
+from tiermem_daemon import sessions
 from tiermem_daemon.listener import Peer, ProcessWatch, SideSocket
-from tiermem_daemon.sessions import Session
+
+if TYPE_CHECKING:
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 _log = logging.getLogger("tiermem.service")
 
@@ -31,10 +35,9 @@ class TierMemService(pb_grpc.TierMemServicer):
     def __init__(self, store: TensorStore, side_socket: SideSocket, alive_interval_s: float, embedded: bool) -> None:
         self._store, self._side_socket = store, side_socket
         self._alive_interval_s, self._embedded = alive_interval_s, embedded
-        self._sessions: set[Session] = set()
+        self._sessions: set[sessions.Session] = set()
 
-    # type: ignore[type-arg,override]
-    async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
         return pb.GetInfoResponse(
             version=__version__,
             protocol=codec.PROTOCOL,
@@ -45,17 +48,16 @@ class TierMemService(pb_grpc.TierMemServicer):
             embedded=self._embedded,
         )
 
-    # type: ignore[type-arg,override]
-    async def GetStatus(self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext) -> pb.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         stats = self._store.snapshot()
         if request.job and all(job.job != request.job for job in stats.jobs):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"NOT_FOUND: no job {request.job[:200]!r} is running here")
         return pb.GetStatusResponse(stats_json=_to_json(stats, request.job))
 
-    async def Session(  # type: ignore[override]
+    async def Session(
         self,
         request_iterator: AsyncIterator[pb.ClientMessage],
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+        context: Context,
     ) -> AsyncIterator[pb.DaemonMessage]:
         try:
             session, peer, watch = await self._open(request_iterator)
@@ -79,7 +81,7 @@ class TierMemService(pb_grpc.TierMemServicer):
             await asyncio.shield(session.end("disconnected"))
             self._sessions.discard(session)
 
-    async def _open(self, requests: AsyncIterator[pb.ClientMessage]) -> tuple[Session, Peer, ProcessWatch]:
+    async def _open(self, requests: AsyncIterator[pb.ClientMessage]) -> tuple[sessions.Session, Peer, ProcessWatch]:
         try:
             first = await anext(requests)
         except StopAsyncIteration:
@@ -89,7 +91,8 @@ class TierMemService(pb_grpc.TierMemServicer):
         ask = first.open
         if ask.protocol != codec.PROTOCOL:
             raise ProtocolError(
-                f"the client speaks protocol {ask.protocol} (tiermem {ask.version[:50] or '?'}), this daemon {codec.PROTOCOL} "
+                f"the client speaks protocol {ask.protocol} (tiermem {ask.version[:50] or '?'}), "
+                f"this daemon {codec.PROTOCOL} "
                 f"(tiermem {__version__}); install the same version on both sides"
             )
         for field, value in (("dram_bytes", ask.dram_bytes), ("flash_bytes", ask.flash_bytes)):
@@ -100,7 +103,7 @@ class TierMemService(pb_grpc.TierMemServicer):
             raise AccessDenied("the token was not issued to a live connection of the side socket; connect there first")
         try:
             job = await asyncio.to_thread(self._store.open_job, ask.job, peer.pid, ask.dram_bytes, ask.flash_bytes)
-            session = Session(self._store, job, self._alive_interval_s)
+            session = sessions.Session(self._store, job, self._alive_interval_s)
             try:
                 await self._side_socket.send_descriptor(peer, job.arena_fd, {"session": job.session})
             except DaemonUnavailable:
@@ -114,7 +117,7 @@ class TierMemService(pb_grpc.TierMemServicer):
         return session, peer, watch
 
     async def _read(
-        self, session: Session, requests: AsyncIterator[pb.ClientMessage], failure: list[TiermemError]
+        self, session: sessions.Session, requests: AsyncIterator[pb.ClientMessage], failure: list[TiermemError]
     ) -> None:
         try:
             async for message in requests:
@@ -129,7 +132,7 @@ class TierMemService(pb_grpc.TierMemServicer):
         else:
             session.end("disconnected")
 
-    def _read_ended(self, task: asyncio.Task[None], session: Session, failure: list[TiermemError]) -> None:
+    def _read_ended(self, task: asyncio.Task[None], session: sessions.Session, failure: list[TiermemError]) -> None:
         """A bug must not leave a session that nobody reads: it is logged, reported to the client, and ends that session
         only.
         """
@@ -149,7 +152,7 @@ class TierMemService(pb_grpc.TierMemServicer):
         await asyncio.gather(*(session.end("shutdown") for session in self._sessions))
 
 
-def _watched(session: Session) -> None:
+def _watched(session: sessions.Session) -> None:
     session.end("died")
 
 

@@ -1,4 +1,4 @@
-"""Small training scripts for the oracle: each runs with and without tiermem, and everything it can see must be equal."""
+"""Small training scripts for the oracle: run with and without tiermem, everything they can see must be equal."""
 
 from __future__ import annotations
 
@@ -61,18 +61,19 @@ class NoLists(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 16)
-        self.conv = nn.Conv1d(16, 32, 3, padding=1)
-        self.gru = nn.GRU(32, 24, batch_first=True)
-        self.head = nn.Linear(24, VOCAB)
+        self.conv = nn.Conv1d(16, 64, 3, padding=1)
+        self.wide = nn.Conv1d(64, 128, 3, padding=1)
+        self.gru = nn.GRU(128, 96, batch_first=True)
+        self.head = nn.Linear(96, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.conv(self.embed(tokens).transpose(1, 2)).transpose(1, 2)
+        h = self.wide(torch.relu(self.conv(self.embed(tokens).transpose(1, 2)))).transpose(1, 2)
         return self.head(self.gru(h)[0])  # type: ignore[no-any-return]
 
 
 @dataclass
 class Script:
-    """One training script. `between` runs after every step with what a script has at hand; what it returns is compared."""
+    """One training script. `between` runs after every step with what a script has at hand; its result is compared."""
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]

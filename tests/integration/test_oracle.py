@@ -1,5 +1,6 @@
-"""The oracle: the same script with and without tiermem, in an arena far smaller than its state; every loss, gradient, parameter and
-optimizer state must be equal, bit for bit."""
+"""The oracle: the same script with and without tiermem, in an arena far smaller than its state; every loss, gradient,
+parameter and optimizer state must be equal, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +16,34 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tests.integration.scripts import VOCAB, BlockModel, NoLists, Script, compare, run
 
 
-def llama(tied: bool, checkpointing: bool | None = None) -> Callable[[], nn.Module]:
+def llama(tied: bool, reentrant: bool | None = None) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=64, intermediate_size=160, num_hidden_layers=4,
-                                             num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied))  # fmt: skip
-        if checkpointing is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-        return model.train()  # type: ignore[no-any-return]
+        shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
+        config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=tied, **shape)
+        model: Any = LlamaForCausalLM(config).train()
+        if reentrant is not None:
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": reentrant})
+        return model  # type: ignore[no-any-return]
 
     return make
 
 
 def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=64, n_layer=3, n_head=4)).train()  # type: ignore[no-any-return]
+
+
+def wide_blocks() -> nn.Module:
+    return BlockModel(width=80, blocks=6)
+
+
+def wide_vocabulary(**options: Any) -> Callable[[], nn.Module]:
+    """Its feed-forward matrices and embedding are larger than a bundle may be."""
+    return lambda: BlockModel(width=512, blocks=1, **options)
+
+
+def around(checkpointing: str) -> Callable[[], nn.Module]:
+    return lambda: BlockModel(around=True, dropout=0.1, checkpointing=checkpointing)
 
 
 def adamw(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -91,32 +107,38 @@ CASES: dict[str, Script] = {
     "no ModuleList": Script(NoLists, adamw()),
     "a parameter used around its blocks": Script(lambda: BlockModel(around=True), adamw()),
     "tied blocks": Script(lambda: BlockModel(tied=True), adamw(fused=True)),
-    "SGD with momentum": Script(lambda: BlockModel(), sgd(momentum=0.9, nesterov=True)),
-    "SGD without state": Script(lambda: BlockModel(), sgd()),
-    "two parameter groups": Script(lambda: BlockModel(), two_groups),
-    "clipping by norm": Script(lambda: BlockModel(), adamw(), clip=clip),
-    "clipping by value": Script(lambda: BlockModel(), adamw(), clip=clip_value),
-    "LR scheduler": Script(lambda: BlockModel(), adamw(), scheduler=cosine),
-    "accumulation": Script(lambda: BlockModel(), adamw(), microbatches=3),
-    "accumulation, tied, zeroed in place, clipped": Script(lambda: BlockModel(tied=True), adamw(fused=True), microbatches=2, set_to_none=False, clip=clip),
+    "SGD with momentum": Script(BlockModel, sgd(momentum=0.9, nesterov=True)),
+    "SGD without state": Script(wide_blocks, sgd()),
+    "two parameter groups": Script(BlockModel, two_groups),
+    "clipping by norm": Script(BlockModel, adamw(), clip=clip),
+    "clipping by value": Script(BlockModel, adamw(), clip=clip_value),
+    "LR scheduler": Script(BlockModel, adamw(), scheduler=cosine),
+    "accumulation": Script(BlockModel, adamw(), microbatches=3),
+    "accumulation, tied, zeroed in place, clipped": Script(
+        lambda: BlockModel(tied=True), adamw(fused=True), microbatches=2, set_to_none=False, clip=clip
+    ),
     "checkpointing, not reentrant": Script(llama(False, False), adamw()),
     "checkpointing, reentrant": Script(llama(False, True), adamw()),
-    "checkpointing around a root parameter": Script(lambda: BlockModel(around=True, dropout=0.1, checkpointing="nonreentrant"), adamw()),
-    "checkpointing, reentrant, dropout": Script(lambda: BlockModel(around=True, dropout=0.1, checkpointing="reentrant"), adamw()),
-    "state_dict of both, loaded back": Script(lambda: BlockModel(), adamw(), between=both_state_dicts),
+    "checkpointing around a root parameter": Script(around("nonreentrant"), adamw()),
+    "checkpointing, reentrant, dropout": Script(around("reentrant"), adamw()),
+    "state_dict of both, loaded back": Script(BlockModel, adamw(), between=both_state_dicts),
     "state_dict of both, llama tied": Script(llama(True), adamw(fused=True), between=both_state_dicts),
     "generate between steps": Script(llama(True), adamw(), between=generate),
     "evaluation between steps": Script(lambda: BlockModel(dropout=0.1), adamw(), between=evaluate),
-    "attached after two steps": Script(lambda: BlockModel(), adamw(), warm_steps=2),
+    "attached after two steps": Script(BlockModel, adamw(), warm_steps=2),
     "attached after two steps, llama tied, fused": Script(llama(True), adamw(fused=True), warm_steps=2),
-    "bf16": Script(lambda: BlockModel(), adamw(fused=True), dtype=torch.bfloat16),
-    "bf16 autocast": Script(lambda: BlockModel(), adamw(), autocast=True),
-    "GradScaler with a skipped step": Script(lambda: BlockModel(), adamw(), scaler=True, clip=clip),
-    "GradScaler, fused": Script(lambda: BlockModel(), adamw(fused=True), scaler=True),
-    "tiles: an embedding above the cap": Script(lambda: BlockModel(width=512, blocks=1, tied=True), adamw(fused=True), dram="10MiB"),
-    "tiles, SGD momentum, accumulation": Script(lambda: BlockModel(width=512, blocks=1), sgd(momentum=0.9), dram="10MiB", microbatches=2, clip=clip),
-    "tiles, whole tensor (Adafactor)": Script(lambda: BlockModel(width=512, blocks=1), lambda m: torch.optim.Adafactor(m.parameters()), dram="14MiB"),
-}  # fmt: skip
+    "bf16": Script(wide_blocks, adamw(fused=True), dtype=torch.bfloat16),
+    "bf16 autocast": Script(BlockModel, adamw(), autocast=True),
+    "GradScaler with a skipped step": Script(BlockModel, adamw(), scaler=True, clip=clip),
+    "GradScaler, fused": Script(BlockModel, adamw(fused=True), scaler=True),
+    "tiles: an embedding above the cap": Script(wide_vocabulary(tied=True), adamw(fused=True), dram="10MiB"),
+    "tiles, SGD momentum, accumulation": Script(
+        wide_vocabulary(), sgd(momentum=0.9), dram="10MiB", microbatches=2, clip=clip
+    ),
+    "tiles, whole tensor (Adafactor)": Script(
+        wide_vocabulary(), lambda m: torch.optim.Adafactor(m.parameters()), dram="14MiB"
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -175,7 +175,7 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     # type: ignore[override]
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError
 
 

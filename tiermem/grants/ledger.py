@@ -8,14 +8,15 @@ pinned can always be dropped or written back, and a lane never pins more than it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiermem.allocator import FrameAllocator, choose_victims
+from tiermem.allocator import FrameAllocator
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.errors import Code, ProtocolError, ResourceExhausted, TiermemError
 from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
 from tiermem.grants.messages import ClientBody, Commit, Demand, Discard, Done, Grant, Refuse
+from tiermem.grants.room import choose_evictions, flash_frames
 from tiermem.placement.base import Placement
 from tiermem.residency import FRAMED, IN_TRANSFER, RESIDENT, BundleRecord, Event, State
 from tiermem.stats import EvictReason, StallCause
@@ -89,11 +90,13 @@ class GrantLedger:
     # -- declarations
 
     def declare(self, specs: list[BundleSpec]) -> None:
-        """Register forms of bundles. Raises ProtocolError for a number that is taken."""
+        """Register forms of bundles. Raises ProtocolError for a number that is taken; nothing is changed then."""
+        new: dict[int, BundleSpec] = {}
         for spec in specs:
-            if spec.spec_id in self.specs:
+            if spec.spec_id in self.specs or spec.spec_id in new:
                 raise ProtocolError(f"spec {spec.spec_id} is declared twice")
-            self.specs[spec.spec_id] = spec
+            new[spec.spec_id] = spec
+        self.specs.update(new)
 
     def admit(self, name: str, floor_specs: list[int]) -> Lane:
         """Own a budget for a lane whose largest set used together is `floor_specs`. Raises ResourceExhausted naming the
@@ -127,14 +130,7 @@ class GrantLedger:
             case Done():
                 self._unpin(message.serial, self._pin(message.serial))
             case Discard():
-                for bundle in message.bundles:
-                    if any(p.bundle == bundle for p in self.pins.values()) or any(
-                        d.bundle == bundle for d in self.open
-                    ):
-                        raise ProtocolError(f"discard of bundle {bundle}, which is leased or asked for")
-                    self._record(bundle)
-                for bundle in message.bundles:
-                    self._discard(self._record(bundle))
+                self._discard_idle(message.bundles)
         return self._serve()
 
     def _demand(self, demand: Demand) -> None:
@@ -195,6 +191,8 @@ class GrantLedger:
         return None
 
     def _commit(self, commit: Commit) -> None:
+        _distinct([bundle for _, bundle, _ in commit.updated], "commit")
+        _distinct([bundle for _, bundle in commit.consumed], "commit")
         for serial, bundle, version in commit.updated:
             pin, record = self._pin(serial, bundle), self._record(bundle)
             if not pin.mode.writes:
@@ -205,9 +203,7 @@ class GrantLedger:
                 )
         for serial, bundle in commit.consumed:
             self._pin(serial, bundle)
-            if any(p.bundle == bundle and s != serial for s, p in self.pins.items()) or any(
-                d.bundle == bundle for d in self.open
-            ):
+            if self._in_use(bundle, but=serial):
                 raise ProtocolError(f"consumed bundle {bundle} is leased elsewhere")
         for serial, bundle, version in commit.updated:
             record = self.bundles[bundle]
@@ -218,6 +214,16 @@ class GrantLedger:
             del self.pins[serial]
             self._discard(self.bundles[bundle])
         self.commits += 1
+
+    def _discard_idle(self, bundles: tuple[int, ...]) -> None:
+        _distinct(bundles, "discard")
+        for bundle in bundles:
+            if self._record(bundle).state == State.DOOMED:
+                raise ProtocolError(f"bundle {bundle} was discarded before")
+            if self._in_use(bundle):
+                raise ProtocolError(f"discard of bundle {bundle}, which is leased or asked for")
+        for bundle in bundles:
+            self._discard(self.bundles[bundle])
 
     # -- transfers
 
@@ -313,29 +319,22 @@ class GrantLedger:
         """Drop clean bundles and start write-backs until `need` frames are free or on their way; True if they are free
         now.
         """
-        free = self._frames.free_frames
-        if free >= need:
-            return True
-        pinned = {p.bundle for p in self.pins.values()} | {d.bundle for d in self.open}
-        coming = sum(
-            r.frames
-            for r in self.bundles.values()
-            if r.state == State.DOOMED or (r.state == State.WRITING and r.bundle_id not in pinned)
-        )
-        idle = [b for b, r in self.bundles.items() if r.state in (State.CLEAN, State.DIRTY) and b not in pinned]
-        order = self._placement.eviction_order(idle)
-        sized = [(b, self.bundles[b].frames) for b in order]
-        victims = choose_victims(need, free + coming, sized)
-        if victims is None:  # the rest is in transfer for others and comes back by itself
-            victims = tuple(order)
-        for bundle in victims:
-            record = self.bundles[bundle]
-            if record.state == State.CLEAN:
-                record.apply(Event.DROP)
-                self._release_frames(record)
+        if self._frames.free_frames < need:
+            pinned = {p.bundle for p in self.pins.values()} | {d.bundle for d in self.open}
+            evictions = choose_evictions(
+                need,
+                self._frames.free_frames,
+                self.bundles.values(),
+                pinned,
+                self._placement,
+                self._flash_quota_frames,
+            )
+            for bundle in evictions.drop:
+                self.bundles[bundle].apply(Event.DROP)
+                self._release_frames(self.bundles[bundle])
                 self.evictions[EvictReason.DEMAND] += 1
-            else:
-                record.apply(Event.WRITE)
+            for bundle in evictions.write:
+                self.bundles[bundle].apply(Event.WRITE)
                 self._effects.append(WriteBack(bundle))
         return self._frames.free_frames >= need
 
@@ -405,6 +404,12 @@ class GrantLedger:
             d.bundle for d in self.open if d.demand.lane == lane
         }
 
+    def _in_use(self, bundle: int, but: int | None = None) -> bool:
+        """Leased under a grant other than `but`, or asked for."""
+        return any(p.bundle == bundle and s != but for s, p in self.pins.items()) or any(
+            d.bundle == bundle for d in self.open
+        )
+
     def _pin(self, serial: int, bundle: int | None = None) -> Pin:
         pin = self.pins.get(serial)
         if pin is None or (bundle is not None and pin.bundle != bundle):
@@ -442,9 +447,10 @@ class GrantLedger:
         for lane in self.lanes.values():
             pinned = sum(self.bundles[b].frames for b in self._pinned(lane.name))
             assert pinned <= lane.budget_frames, f"lane {lane.name!r} pins {pinned} of {lane.budget_frames} frames"
-        assert sum(lane.budget_frames for lane in self.lanes.values()) <= self._frames.frames, (
-            "budgets exceed the arena"
-        )
+        budgets = sum(lane.budget_frames for lane in self.lanes.values())
+        assert budgets <= self._frames.frames, "budgets exceed the arena"
+        copies = flash_frames(r for r in self.bundles.values() if r.state != State.DOOMED)
+        assert copies <= self._flash_quota_frames, f"{copies} flash frames of a quota of {self._flash_quota_frames}"
         for pin in self.pins.values():
             state = self.bundles[pin.bundle].state
             assert state in FRAMED and state not in (State.LOADING, State.DOOMED), (
@@ -453,3 +459,8 @@ class GrantLedger:
             assert not (pin.mode.writes and state == State.WRITING), (
                 f"bundle {pin.bundle} is writable during its write-back"
             )
+
+
+def _distinct(bundles: Sequence[int], what: str) -> None:
+    if len(set(bundles)) < len(bundles):
+        raise ProtocolError(f"{what} names a bundle twice: {sorted(bundles)[:20]}")

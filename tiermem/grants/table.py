@@ -59,7 +59,7 @@ class GrantTable:
         return waiter
 
     def receive(self, message: DaemonBody) -> Waiter | None:
-        """Take an answer: it becomes a lease on delivery, in any epoch (C1, C10). Returns the waiter whose wait ended."""
+        """Take an answer: it becomes a lease on delivery, in any epoch (C1, C10). Returns whose wait has ended."""
         waiter = self._waiting.pop((message.lane, message.answers), None)
         if waiter is None:
             raise ProtocolError(f"{message} answers no open demand of lane {message.lane!r}")

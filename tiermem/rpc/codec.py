@@ -54,7 +54,9 @@ def encode_client(message: ClientBody) -> pb.ClientMessage:
     match message:
         case Demand(lane, epoch, held, target, mode):
             return pb.ClientMessage(
-                demand=pb.Demand(lane=lane, epoch=epoch, held=pack_u64(held), target=target, mode=int(mode))
+                demand=pb.Demand(
+                    lane=lane, epoch=epoch, held=pack_u64(held), target=target, mode=pb.Mode.ValueType(mode)
+                )
             )
         case Commit(updated, consumed):
             return pb.ClientMessage(
@@ -97,7 +99,7 @@ def encode_specs(specs: Iterable[BundleSpec]) -> pb.ClientMessage:
             specs=[
                 pb.Spec(
                     spec_id=s.spec_id,
-                    kind=int(s.kind),
+                    kind=pb.Kind.ValueType(s.kind),
                     unit=s.unit,
                     nbytes=s.nbytes,
                     tensors=[
@@ -156,7 +158,7 @@ def encode_daemon(message: DaemonBody) -> pb.DaemonMessage:
                     lane=message.lane,
                     epoch=message.epoch,
                     bundle=message.bundle,
-                    mode=int(message.mode),
+                    mode=pb.Mode.ValueType(message.mode),
                     version=message.version,
                     runs=runs,
                     answers=message.answers,
