@@ -67,7 +67,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """One run from loading to the hash of the weights."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    baseline_bytes = process_memory().anonymous_bytes
     say("loading the model ...")
     tokenizer, model = load(args.dtype)
     tokens = torch.tensor(tokenizer("\n".join(pydoc_data.topics.topics.values()))["input_ids"])
@@ -80,6 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
         job = tiermem.attach(model, optimizer, dram=args.dram, flash=args.flash)  # the one line
 
+    baseline_bytes = process_memory().anonymous_bytes
     with PeakAnonymous() as peak, progress(args, job) as after_step:
         losses, step_s = train(model, optimizer, shuffled(tokens, args), args, after_step)
 

@@ -119,9 +119,13 @@ class JobStore:
 
     # -- effects
 
-    def _prepare(self, effects: list[Effect]) -> list[Transfer | Extent]:
-        """Under the lock: queue messages in order, turn the rest into work that is done without it."""
-        work: list[Transfer | Extent] = []
+    def _prepare(self, effects: list[Effect]) -> list[Transfer]:
+        """Under the lock: queue messages in order, free flash, turn the rest into work that is done without it.
+
+        Freeing does no I/O. It is done here so that flash never holds more than the ledger accounts for, and so that
+        `close` finds nothing left to be freed when it hears that the transfers have drained.
+        """
+        work: list[Transfer] = []
         for effect in effects:
             match effect:
                 case Send():
@@ -134,17 +138,14 @@ class JobStore:
                 case FreeFlash():
                     copy = self._copies.pop(effect.bundle, None)
                     if copy is not None:
-                        work.append(copy.extent)
+                        self._flash.free(copy.extent)
         if self._closed and self._ledger.drained:
             self._drained.notify_all()
         return work
 
-    def _perform(self, work: list[Transfer | Extent]) -> None:
-        for item in work:
-            if isinstance(item, Extent):
-                self._flash.free(item)
-            else:
-                self._mover.submit(item)
+    def _perform(self, work: list[Transfer]) -> None:
+        for transfer in work:
+            self._mover.submit(transfer)
         self.wake()
 
     def _count_stall(self, effect: Send) -> None:
@@ -220,8 +221,10 @@ class JobStore:
                 old = self._copies.get(bundle)
                 self._copies[bundle] = FlashCopy(copy.extent, tuple(copy.digests))
                 superfluous = None if old is None else old.extent
+            if superfluous is not None:
+                self._flash.free(superfluous)
             effects = self._ledger.written(bundle) if error is None else self._ledger.write_failed(bundle, error)
-            work = [*([superfluous] if superfluous is not None else []), *self._prepare(effects)]
+            work = self._prepare(effects)
         self._perform(work)
 
     # -- the end, and what it looks like
@@ -255,7 +258,7 @@ class JobStore:
             for record in ledger.bundles.values():
                 kinds[record.spec.kind.name.lower()] += record.spec.nbytes
                 dirty += record.spec.nbytes if record.state in (State.DIRTY, State.WRITING) else 0
-            leased = {p.bundle for p in ledger.pins.values()}
+            leased = ledger.pins.leased()
             frames = self._dram.allocator
             used_frames = 0 if self._closed else frames.frames - frames.free_frames
             return JobStats(
@@ -270,7 +273,7 @@ class JobStore:
                 bytes_by_kind=dict(kinds),
                 bundles=len(ledger.bundles),
                 dirty_bytes=dirty,
-                leases=len(ledger.pins),
+                leases=len(ledger.pins.granted),
                 leased_bytes=sum(ledger.bundles[b].frames for b in leased) * frame_bytes,
                 hits=ledger.hits,
                 misses=ledger.misses,
@@ -279,7 +282,7 @@ class JobStore:
                 refusals=dict(ledger.refusals),
                 evictions={reason: ledger.evictions[reason] for reason in EvictReason},
                 stall_seconds=dict(self._stall_s),
-                waiting=len(ledger.open),
+                waiting=len(ledger.pins.open),
             )
 
     def check_invariants(self) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from tiermem.clock import Clock
 from tiermem.errors import InvalidArgument, ResourceExhausted, TiermemError
 from tiermem.job_store import JobStore
-from tiermem.layout import arena_layout
+from tiermem.layout import MIN_ARENA_BYTES, arena_layout
 from tiermem.mover import Mover
 from tiermem.stats import DirectoryStats, EvictReason, JobStats, StallCause, StoreStats, TierStats
 from tiermem.tiers.base import Tier
@@ -114,9 +114,11 @@ class TensorStore:
         """
         if not job or len(job) > 200 or not job.isprintable():
             raise InvalidArgument(f"job name {job[:200]!r} must be 1 to 200 printable characters")
+        if flash_bytes < 0:
+            raise InvalidArgument(f"job {job!r} asks for {flash_bytes} bytes of flash; give 0 or more with flash=")
         with self._lock:
             free = self.dram_bytes - sum(self._reserved.values())
-            wanted = dram_bytes or int(free * self._default_job_share)
+            wanted = dram_bytes or max(MIN_ARENA_BYTES, int(free * self._default_job_share))
             if job in self._jobs:
                 raise InvalidArgument(f"job {job!r} is running here already; choose another name with job=")
             if wanted > free:
@@ -130,7 +132,7 @@ class TensorStore:
             dram = DramTier(layout)
             try:
                 flash = FlashTier(self._directories, layout, job, flash_bytes or None)
-            except TiermemError:
+            except (TiermemError, OSError):
                 dram.close()
                 raise
         except (TiermemError, OSError):

@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,9 @@ from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.floors import main_floor
 from tiermem_client.grads import GradBook, GradHandle
+from tiermem_client.guard import GuardBook
 from tiermem_client.job import Job, close_all, remember
+from tiermem_client.memory_report import trim_heap
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks
@@ -40,6 +43,7 @@ _log = logging.getLogger("tiermem.attach")
 _DEFAULT_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 60.0
 _numbers = itertools.count(1)
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached now
 
 
 def attach(
@@ -71,7 +75,7 @@ def attach(
     if not units:
         raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
     storages = collect_storages(model, units)
-    if any("_tiermem_job" in module.__dict__ for module in model.modules()):
+    if any(module in _attached for module in model.modules()):
         raise InvalidArgument("this model is attached already; detach the first job before attaching again")
     forms = _probe(optimizer, storages)
     session, daemon, name = _open(dram, flash, job, endpoint, timeout_s, storages, forms)
@@ -86,8 +90,9 @@ def attach(
         _abort(attached)
         raise
     remember(attached)
-    object.__setattr__(model, "_tiermem_job", attached)
-    attached.undo.append(lambda: object.__delattr__(model, "_tiermem_job"))
+    _attached.update(model.modules())
+    attached.undo.insert(0, lambda: _attached.difference_update(model.modules()))
+    trim_heap()
     if not faulthandler.is_enabled() and sys.stderr is not None and _has_fileno():
         faulthandler.enable()  # a stray access to bytes that are not resident is a fault: show the Python line
     _log.info(
@@ -206,7 +211,10 @@ def _build(
     for unit in units:
         build_groups(unit, job.storages, residency, weight)
     for unit in units:
-        keys = [storage_swap.storage_key(p) for m in unit.modules for p in _parameters_used(m, unit, units)]
+        unit.used = list(
+            dict.fromkeys([*unit.parameters, *(p for m in unit.modules for p in _parameters_used(m, unit, units))])
+        )
+        keys = [storage_swap.storage_key(p) for p in unit.used]
         groups = dict.fromkeys(job.storages[k].group for k in keys if k in job.storages)
         unit.bundles = [b for g in dict.fromkeys([*unit.groups, *groups]) if g is not None for b in g.bundles]
         for group in unit.groups:
@@ -253,7 +261,10 @@ def _adopt(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None)
 
 def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
     saved = SavedTensorHooks(job.residency, job.storages, job.book.settle)
-    hooks = UnitHooks(job.residency, saved, job.book)
+    guards = GuardBook(job.residency, saved)
+    hooks = UnitHooks(
+        job.residency, saved, job.book, lambda unit: guards.open(unit.used), lambda unit: guards.shut(unit.used)
+    )
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
     job.undo.append(ModelCheckpoints(job.residency, job.storages, copies).install(job.model))
@@ -261,6 +272,13 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     if optimizer is not None and job.updater is not None:
         job.undo.append(job.updater.install())
         job.undo.append(OptimizerCheckpoints(job.residency, job.updater, copies).install(optimizer))
+        job.updater.on_state = guards.cover
+        job.updater.show_all()
+    for storage in job.storages.values():
+        assert storage.group is not None
+        for managed in storage.parameters:
+            guards.cover(managed.parameter, storage.group.bundles)
+    job.undo.append(guards.uncover_all)
 
 
 def _abort(job: Job) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
+from tiermem_client.hook_objects import LeavesNoCopy
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Bundle, Residency
 from tiermem_client.storage_swap import alias, storage_key
@@ -20,7 +21,7 @@ from tiermem_client.units import ManagedStorage
 from tiermem_client.updates import Updater
 
 
-class _SavedHook:
+class _SavedHook(LeavesNoCopy):
     """torch marks the hook object, which a bound method does not allow."""
 
     def __init__(self, checkpoints: ModelCheckpoints) -> None:
@@ -28,6 +29,22 @@ class _SavedHook:
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         self._checkpoints.saved(module, state_dict, prefix)
+
+
+class _LoadHook(LeavesNoCopy):
+    def __init__(self, checkpoints: ModelCheckpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+        self._checkpoints.load(module, metadata)
+
+
+class _LoadedHook(LeavesNoCopy):
+    def __init__(self, checkpoints: ModelCheckpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        self._checkpoints.release()
 
 
 class ModelCheckpoints:
@@ -41,11 +58,11 @@ class ModelCheckpoints:
 
     def install(self, model: nn.Module) -> Callable[[], None]:
         """Returns the undo."""
-        handles: list[Any] = [model.register_load_state_dict_post_hook(self._loaded)]
+        handles: list[Any] = [model.register_load_state_dict_post_hook(_LoadedHook(self))]
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 handles.append(module.register_state_dict_post_hook(_SavedHook(self)))
-                handles.append(module.register_load_state_dict_pre_hook(self._load))
+                handles.append(module.register_load_state_dict_pre_hook(_LoadHook(self)))
 
         def undo() -> None:
             for handle in handles:
@@ -85,14 +102,13 @@ class ModelCheckpoints:
         finally:
             self._residency.release(bundles)
 
-    def _load(
-        self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *rest: Any
-    ) -> None:
+    def load(self, module: nn.Module, local_metadata: dict[str, Any]) -> None:
+        """The module's own parameters are about to be copied into."""
         if local_metadata.get("assign_to_params_buffers"):
             raise Unsupported(
                 "load_state_dict(assign=True) replaces managed parameters by other objects; load with assign=False"
             )
-        self._release()
+        self.release()
         groups = dict.fromkeys(
             s.group
             for p in module.parameters(recurse=False)
@@ -104,10 +120,8 @@ class ModelCheckpoints:
             bundle.written = True
         self._loading = bundles
 
-    def _loaded(self, module: nn.Module, incompatible_keys: Any) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """The last module has been loaded."""
         bundles, self._loading = self._loading, []
         self._residency.release(bundles)
 

@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ class EmbeddedDaemon:
                 ) from error
             flash = str(self._private_flash)
         self._log_path = self._directory / "daemon.log"
+        self._owner_pid = os.getpid()
         ready, child_end = os.pipe()
         command = [
             sys.executable,
@@ -76,6 +78,8 @@ class EmbeddedDaemon:
             "--ready-fd",
             str(child_end),
         ]
+        for directory in self._own_directories:
+            command += ["--remove-at-exit", str(directory)]
         if fault_script:
             command += ["--fault-script", fault_script]
         try:
@@ -129,18 +133,27 @@ class EmbeddedDaemon:
         return self._log_path.read_text(errors="replace")[-600:].strip() or "(empty)"
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Ask it to end, then make it; remove its directories."""
+        """Ask it to end, then make it; remove its directories. Does nothing in a forked child, whose daemon it is
+        not.
+        """
+        if os.getpid() != self._owner_pid:
+            return
         if self._process.poll() is None:
             self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)  # one that is stopped would not see it
             try:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 _log.warning("embedded daemon %d did not end within %g s and was killed", self.pid, timeout_s)
                 self._process.kill()
                 self._process.wait()
-        for directory in (self._private_flash, self._directory):
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)
+        for directory in self._own_directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    @property
+    def _own_directories(self) -> list[Path]:
+        """Made by the constructor, for this daemon alone."""
+        return [d for d in (self._private_flash, self._directory) if d is not None]
 
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:

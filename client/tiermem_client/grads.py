@@ -20,6 +20,7 @@ from tiermem.bundle import Kind, Mode, TensorSpec
 from tiermem.errors import TiermemError, Unsupported
 from tiermem.layout import TENSOR_ALIGN_BYTES
 from tiermem.units import round_up
+from tiermem_client.hook_objects import LeavesNoCopy
 from tiermem_client.residency import Bundle, Residency
 from tiermem_client.storage_swap import alias
 from tiermem_client.units import Group, ManagedParameter, ManagedStorage
@@ -291,7 +292,7 @@ class GradHandle(torch.Tensor):
 
 
 @dataclass(slots=True, frozen=True)
-class _Accumulated:
+class _Accumulated(LeavesNoCopy):
     """The hook of one parameter: autograd has made or added a gradient."""
 
     book: GradBook

@@ -170,6 +170,7 @@ class Job:
 
 
 _live: list[Job] = []
+_EXIT_PATIENCE_S = 0.5  # a process that exits does not wait for a daemon that is stopped or hung
 
 
 def remember(job: Job) -> None:
@@ -181,6 +182,7 @@ def close_all() -> None:
     """At exit: end what was not detached."""
     for job in list(_live):
         try:
+            job.residency.session.close(_EXIT_PATIENCE_S)
             job.close()
         except TiermemError as error:
             _log.warning("job %r did not end cleanly: %s", job.name, error)

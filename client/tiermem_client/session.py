@@ -254,14 +254,19 @@ class Session:
     def alive(self) -> bool:
         return self._error is None
 
-    def close(self) -> None:
-        """End the session; what it had in the store is freed. Every range of the address space is gone afterwards."""
+    def close(self, patience_s: float | None = None) -> None:
+        """End the session; what it had in the store is freed. Every range of the address space is gone afterwards.
+
+        Waits for the daemon's confirmation for `patience_s` (default: the timeout); not at all for a daemon that has
+        failed already.
+        """
         with self.lock:
             if self._closing or os.getpid() != self._pid:
                 return
             self._closing = True
         self._outgoing.put(pb.ClientMessage(close=pb.Close()))
-        self._reader.join(self.timeout_s)
+        if self.alive:
+            self._reader.join(self.timeout_s if patience_s is None else patience_s)
         if self._reader.is_alive():
             _log.warning("the daemon did not confirm the end of session %s", self.opened.session)
             self._stream.cancel()

@@ -104,7 +104,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     if torch.nn.parameter.is_lazy(tensor):
         return None
     try:
-        return int(tensor.untyped_storage()._cdata)
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         return None
 

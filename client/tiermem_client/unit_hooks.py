@@ -11,6 +11,7 @@ from torch import nn
 
 from tiermem.bundle import Mode
 from tiermem_client.grads import GradBook
+from tiermem_client.hook_objects import LeavesNoCopy
 from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks
 from tiermem_client.units import Unit
@@ -47,8 +48,8 @@ class UnitHooks:
                 handles += _hook(module, _Enter(self, unit, module), _Leave(self, unit, module))
             for module in _inner_modules(unit, units):
                 handles += _hook(module, _Enter(self, unit, module), _Leave(self, unit, module), traced=True)
-        root = _RootForward(self.saved)
-        handles += _hook(model, root.enter, root.leave)
+        pushed: list[bool] = []
+        handles += _hook(model, _EnterRoot(self.saved, model, pushed), _LeaveRoot(self.saved, model, pushed))
 
         def undo() -> None:
             for handle in handles:
@@ -71,8 +72,8 @@ class UnitHooks:
             self.saved.abandon()
             self.residency.acquire(unit.bundles, Mode.READ)
             entry.leased = True
-        entry.versions = tuple(p._version for p in unit.parameters)
         self.on_enter(unit)
+        entry.versions = tuple(p._version for p in unit.parameters)
 
     def leave(self, unit: Unit) -> None:
         entries = self._entries.get(unit)
@@ -127,9 +128,7 @@ def _hook(module: nn.Module, enter: Any, leave: Any, traced: bool = False) -> li
 
 
 @dataclass(slots=True, frozen=True)
-class _Enter:
-    """Objects instead of closures, so that a hooked model can be pickled."""
-
+class _Enter(LeavesNoCopy):
     hooks: UnitHooks
     unit: Unit
     module: nn.Module
@@ -140,7 +139,7 @@ class _Enter:
 
 
 @dataclass(slots=True, frozen=True)
-class _Leave:
+class _Leave(LeavesNoCopy):
     hooks: UnitHooks
     unit: Unit
     module: nn.Module
@@ -150,18 +149,27 @@ class _Leave:
             self.hooks.leave(self.unit)
 
 
-class _RootForward:
+@dataclass(slots=True, frozen=True)
+class _EnterRoot(LeavesNoCopy):
     """Our saved-tensor hooks cover the whole forward of the model, so that a parameter used around its blocks is packed
-    too.
+    too. `pushed` is shared with the hook that leaves.
     """
 
-    def __init__(self, saved: SavedTensorHooks) -> None:
-        self._saved = saved
-        self._pushed: list[bool] = []
+    saved: SavedTensorHooks
+    module: nn.Module
+    pushed: list[bool]
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._pushed.append(self._saved.push())
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self.module:
+            self.pushed.append(self.saved.push())
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self._pushed and self._pushed.pop():
-            self._saved.pop()
+
+@dataclass(slots=True, frozen=True)
+class _LeaveRoot(LeavesNoCopy):
+    saved: SavedTensorHooks
+    module: nn.Module
+    pushed: list[bool]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module is self.module and self.pushed and self.pushed.pop():
+            self.saved.pop()

@@ -95,7 +95,7 @@ class Unit:
     parameters: list[nn.Parameter]
     groups: list[Group] = field(default_factory=list)
     bundles: list[Bundle] = field(default_factory=list)
-    depth: int = 0  # forwards of this unit that are running
+    used: list[nn.Parameter] = field(default_factory=list)  # its own parameters, and tied ones owned elsewhere
 
 
 def discover_units(model: nn.Module) -> list[Unit]:

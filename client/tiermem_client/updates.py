@@ -78,6 +78,7 @@ class Updater:
         self.optimizer, self.residency, self.book = optimizer, residency, book
         self.updates = [self._plan(group, forms) for group in groups]
         self.steps = 0
+        self.on_state: Callable[[torch.Tensor, list[Bundle]], None] = lambda tensor, bundles: None
         self._taken: list[tuple[nn.Parameter, GradHandle]] = []
 
     def _plan(self, group: Group, forms: dict[nn.Parameter, OptimizerForm]) -> GroupUpdate:
@@ -270,11 +271,20 @@ class Updater:
                 place = update.store.places[parameter][key]
                 shown = visible.get(key)
                 if not isinstance(shown, torch.Tensor) or shown.data_ptr() != place.address:
-                    visible[key] = place.tensor(
-                        parameter.shape if not piece.whole else value.shape, None if not piece.whole else value.stride()
-                    )
+                    shape, stride = (value.shape, value.stride()) if piece.whole else (parameter.shape, None)
+                    visible[key] = place.tensor(shape, stride)
+                    self.on_state(visible[key], list(place.bundles))
             else:
                 visible[key] = value
+
+    def show_all(self) -> None:
+        """Show stored state anew, after `on_state` was set."""
+        for update in self.updates:
+            for parameter in update.store.places:
+                visible = self.optimizer.state.get(parameter)
+                for key, place in update.store.places[parameter].items():
+                    if visible and key in visible:
+                        self.on_state(visible[key], list(place.bundles))
 
     def adopt(self) -> None:
         """Take state that exists in `optimizer.state` (from earlier steps, or a checkpoint) into the store; the tensors

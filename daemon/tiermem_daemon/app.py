@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -107,6 +108,7 @@ async def _serve(loaded: LoadedConfig, options: ServeOptions) -> int:
         await _wait(stopped, notifier)
         _log.info("stopping")
         notifier.stopping()
+    _remove_directories(options)
     return 0
 
 
@@ -125,10 +127,17 @@ def _watch_owner(options: ServeOptions, stopped: asyncio.Event, stack: contextli
     try:
         pidfd = os.pidfd_open(options.owner_pid)
     except OSError as error:
+        _remove_directories(options)
         raise ConfigError(f"--owner-pid {options.owner_pid}: no such process ({error.strerror})") from error
     watch = ProcessWatch(pidfd, stopped.set)
     stack.callback(os.close, pidfd)
     stack.callback(watch.close)
+
+
+def _remove_directories(options: ServeOptions) -> None:
+    """An owner that was killed cannot do it. One that lives does it too, and reads the log first where we fail."""
+    for directory in options.remove_at_exit:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _open_store(loaded: LoadedConfig, options: ServeOptions) -> TensorStore:

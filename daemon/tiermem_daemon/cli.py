@@ -89,6 +89,7 @@ def main() -> None:
 @click.option("--ready-fd", type=int, hidden=True)
 @click.option("--embedded", is_flag=True, hidden=True)
 @click.option("--fault-script", hidden=True)
+@click.option("--remove-at-exit", type=_PATH, multiple=True, hidden=True)
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -97,6 +98,7 @@ def serve(
     ready_fd: int | None,
     embedded: bool,
     fault_script: str | None,
+    remove_at_exit: tuple[Path, ...],
     **given: Any,
 ) -> None:
     """Run the daemon until SIGTERM."""
@@ -105,7 +107,7 @@ def serve(
         raise ConfigError("no flash directory is configured; give one with --flash DIR, TIERMEM_FLASH or [[flash]]")
     from tiermem_daemon.app import run  # the other commands need no store
 
-    ctx.exit(run(loaded, ServeOptions(owner_pid, ready_fd, embedded, fault_script)))
+    ctx.exit(run(loaded, ServeOptions(owner_pid, ready_fd, embedded, fault_script, remove_at_exit)))
 
 
 @main.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from tiermem import __version__
-from tiermem.errors import AccessDenied, DaemonUnavailable, InvalidArgument, ProtocolError, TiermemError
+from tiermem.errors import AccessDenied, InvalidArgument, ProtocolError, TiermemError
+from tiermem.job_store import JobStore
 from tiermem.rpc import codec
 from tiermem.rpc.status import status_for
 from tiermem.rpc.v1 import tiermem_pb2 as pb
@@ -102,19 +104,32 @@ class TierMemService(pb_grpc.TierMemServicer):
         if peer is None:
             raise AccessDenied("the token was not issued to a live connection of the side socket; connect there first")
         try:
-            job = await asyncio.to_thread(self._store.open_job, ask.job, peer.pid, ask.dram_bytes, ask.flash_bytes)
+            job = await self._open_job(ask, peer)
             session = sessions.Session(self._store, job, self._alive_interval_s)
             try:
                 await self._side_socket.send_descriptor(peer, job.arena_fd, {"session": job.session})
-            except DaemonUnavailable:
-                await session.end("disconnected")
+            except BaseException:  # a cancellation too: the client has left
+                await asyncio.shield(session.end("disconnected"))
                 raise
-        except TiermemError:
+        except BaseException:
             peer.close()
             raise
         watch = ProcessWatch(peer.pidfd, lambda: _watched(session))
         session.opened(__version__)
         return session, peer, watch
+
+    async def _open_job(self, ask: pb.Open, peer: Peer) -> JobStore:
+        """A thread cannot be cancelled: a job whose client left while it was made is closed as soon as it is there."""
+        making = asyncio.create_task(
+            asyncio.to_thread(self._store.open_job, ask.job, peer.pid, ask.dram_bytes, ask.flash_bytes)
+        )
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            with contextlib.suppress(TiermemError):  # it was refused: nobody is left to be told
+                job = await making
+                await asyncio.to_thread(self._store.close_job, job, "disconnected")
+            raise
 
     async def _read(
         self, session: sessions.Session, requests: AsyncIterator[pb.ClientMessage], failure: list[TiermemError]

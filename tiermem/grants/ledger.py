@@ -8,7 +8,7 @@ pinned can always be dropped or written back, and a lane never pins more than it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiermem.allocator import FrameAllocator
@@ -16,20 +16,12 @@ from tiermem.bundle import BundleSpec, Mode
 from tiermem.errors import Code, ProtocolError, ResourceExhausted, TiermemError
 from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
 from tiermem.grants.messages import ClientBody, Commit, Demand, Discard, Done, Grant, Refuse
+from tiermem.grants.pins import OpenDemand, Pin, Pins
 from tiermem.grants.room import choose_evictions, flash_frames
 from tiermem.placement.base import Placement
 from tiermem.residency import FRAMED, IN_TRANSFER, RESIDENT, BundleRecord, Event, State
 from tiermem.stats import EvictReason, StallCause
 from tiermem.units import format_size
-
-
-@dataclass(slots=True)
-class Pin:
-    """From the sending of a grant until done, consume or exit: the bundle's frames do not move."""
-
-    lane: str
-    bundle: int
-    mode: Mode
 
 
 @dataclass(slots=True)
@@ -40,15 +32,6 @@ class Lane:
     budget_frames: int
     floor_frames: int
     epoch: int = 0
-
-
-@dataclass(slots=True)
-class OpenDemand:
-    """A demand that waits for a transfer. It counts as a pin of its lane."""
-
-    demand: Demand
-    bundle: int
-    waited_for: StallCause | None = None
 
 
 class GrantLedger:
@@ -80,8 +63,7 @@ class GrantLedger:
         self.specs: dict[int, BundleSpec] = {}
         self.bundles: dict[int, BundleRecord] = {}
         self.lanes: dict[str, Lane] = {}
-        self.pins: dict[int, Pin] = {}
-        self.open: list[OpenDemand] = []
+        self.pins = Pins()
         self.hits = self.misses = self.creates = self.commits = 0
         self.evictions: Counter[EvictReason] = Counter()
         self.refusals: Counter[str] = Counter()
@@ -109,8 +91,9 @@ class GrantLedger:
         if floor > room:
             largest = sorted(specs, key=lambda s: -s.nbytes)[:4]
             raise ResourceExhausted(
-                f"lane {name!r} uses {len(specs)} bundles of together {self._size(floor)} at once, the arena has {self._size(room)} for it "
-                f"(largest: {'; '.join(map(str, largest))}); give the job at least {self._size(floor + others)} of DRAM"
+                f"lane {name!r} uses {len(specs)} bundles of together {self._size(floor)} at once, the arena has "
+                f"{self._size(room)} for it (largest: {'; '.join(map(str, largest))}); "
+                f"give the job at least {self._size(floor + others)} of DRAM"
             )
         lane = self.lanes.setdefault(name, Lane(name, room, floor))
         lane.budget_frames, lane.floor_frames = room, floor
@@ -128,7 +111,7 @@ class GrantLedger:
             case Commit():
                 self._commit(message)
             case Done():
-                self._unpin(message.serial, self._pin(message.serial))
+                self._unpin(message.serial)
             case Discard():
                 self._discard_idle(message.bundles)
         return self._serve()
@@ -139,11 +122,7 @@ class GrantLedger:
             raise ProtocolError(f"lane {demand.lane!r} was never admitted")
         if demand.epoch <= lane.epoch:
             raise ProtocolError(f"epoch {demand.epoch} of lane {lane.name!r} is not newer than {lane.epoch}")
-        for serial in demand.held:
-            if self._pin(serial).lane != lane.name:
-                raise ProtocolError(
-                    f"lane {lane.name!r} claims to hold grant {serial} of lane {self.pins[serial].lane!r}"
-                )
+        self.pins.check_held(demand)
         if demand.mode == Mode.CREATE:
             spec = self._spec(demand.target)
             record = BundleRecord(self._next_bundle_id(), spec, self._frames_for(spec.nbytes))
@@ -151,11 +130,8 @@ class GrantLedger:
             known = self.bundles.get(demand.target)
             if known is None or known.version == 0 or known.state == State.DOOMED:
                 lane.epoch = demand.epoch
-                self._refuse(
-                    demand,
-                    Code.NOT_FOUND,
-                    f"bundle {demand.target} does not exist in this session, or holds no bytes yet",
-                )
+                text = f"bundle {demand.target} does not exist in this session, or holds no bytes yet"
+                self._refuse(demand, Code.NOT_FOUND, text)
                 return
             record = known
         lane.epoch = demand.epoch
@@ -169,59 +145,48 @@ class GrantLedger:
             self.hits += 1
         else:
             self.misses += 1
-        self.open.append(OpenDemand(demand, record.bundle_id))
+        self.pins.open.append(OpenDemand(demand, record.bundle_id))
 
     def _refusal(self, lane: Lane, record: BundleRecord, mode: Mode) -> tuple[Code, str] | None:
-        pinned = self._pinned(lane.name)
+        pinned = self.pins.of_lane(lane.name)
         need = sum(self.bundles[b].frames for b in pinned - {record.bundle_id}) + record.frames
         if need > lane.budget_frames:
-            holders = ", ".join(
-                str(self.bundles[b].spec) for b in sorted(pinned, key=lambda b: -self.bundles[b].frames)[:6]
-            )
+            largest = sorted(pinned, key=lambda b: -self.bundles[b].frames)[:6]
+            holders = ", ".join(str(self.bundles[b].spec) for b in largest)
             return Code.WORKING_SET_TOO_LARGE, (
-                f"{record.spec} does not fit beside what lane {lane.name!r} holds: {self._size(need)} of {self._size(lane.budget_frames)} "
-                f"(held: {holders or 'nothing'}); give the job more DRAM"
+                f"{record.spec} does not fit beside what lane {lane.name!r} holds: {self._size(need)} of "
+                f"{self._size(lane.budget_frames)} (held: {holders or 'nothing'}); give the job more DRAM"
             )
         live = sum(r.frames for r in self.bundles.values())
         if mode == Mode.CREATE and live + record.frames + self._spare_frames > self._flash_quota_frames:
             return Code.TIER_FULL, (
                 f"{record.spec} does not fit: the job's bundles take {self._size(live)} of a flash quota of "
-                f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare; raise the flash size"
+                f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare; "
+                "raise the flash size"
             )
         return None
 
     def _commit(self, commit: Commit) -> None:
-        _distinct([bundle for _, bundle, _ in commit.updated], "commit")
-        _distinct([bundle for _, bundle in commit.consumed], "commit")
-        for serial, bundle, version in commit.updated:
-            pin, record = self._pin(serial, bundle), self._record(bundle)
-            if not pin.mode.writes:
-                raise ProtocolError(f"commit of bundle {bundle} under grant {serial}, which is for {pin.mode.name}")
-            if version <= record.version:
-                raise ProtocolError(
-                    f"commit of version {version} of bundle {bundle}, which has version {record.version}"
-                )
-        for serial, bundle in commit.consumed:
-            self._pin(serial, bundle)
-            if self._in_use(bundle, but=serial):
-                raise ProtocolError(f"consumed bundle {bundle} is leased elsewhere")
+        self.pins.check_commit(commit)
+        for _, bundle, version in commit.updated:
+            known = self.bundles[bundle].version
+            if version <= known:
+                raise ProtocolError(f"commit of version {version} of bundle {bundle}, which has version {known}")
         for serial, bundle, version in commit.updated:
             record = self.bundles[bundle]
             record.apply(Event.COMMIT)
             record.version = version
-            self.pins[serial].mode = Mode.READ
+            self.pins.granted[serial].mode = Mode.READ
         for serial, bundle in commit.consumed:
-            del self.pins[serial]
+            del self.pins.granted[serial]
             self._discard(self.bundles[bundle])
         self.commits += 1
 
     def _discard_idle(self, bundles: tuple[int, ...]) -> None:
-        _distinct(bundles, "discard")
+        self.pins.check_discard(bundles)
         for bundle in bundles:
-            if self._record(bundle).state == State.DOOMED:
-                raise ProtocolError(f"bundle {bundle} was discarded before")
-            if self._in_use(bundle):
-                raise ProtocolError(f"discard of bundle {bundle}, which is leased or asked for")
+            if bundle not in self.bundles or self.bundles[bundle].state == State.DOOMED:
+                raise ProtocolError(f"bundle {bundle} does not exist in this session")
         for bundle in bundles:
             self._discard(self.bundles[bundle])
 
@@ -244,8 +209,8 @@ class GrantLedger:
             return self._serve()
         record.apply(Event.LOAD_FAILED)
         self._release_frames(record)
-        for waiting in [d for d in self.open if d.bundle == bundle]:
-            self.open.remove(waiting)
+        for waiting in [d for d in self.pins.open if d.bundle == bundle]:
+            self.pins.open.remove(waiting)
             self._refuse(waiting.demand, error.code, str(error))
         return self._serve()
 
@@ -266,8 +231,8 @@ class GrantLedger:
             self._drain(record)
             return self._serve()
         record.apply(Event.WRITE_FAILED)
-        for waiting in [d for d in self.open if self.bundles[d.bundle].state in (State.FLASH, State.ABSENT)]:
-            self.open.remove(waiting)
+        for waiting in [d for d in self.pins.open if self.bundles[d.bundle].state in (State.FLASH, State.ABSENT)]:
+            self.pins.open.remove(waiting)
             self._refuse(waiting.demand, error.code, f"no room for {self.bundles[waiting.bundle].spec}: {error}")
             self._forget_if_absent(self.bundles[waiting.bundle])
         return self._serve()
@@ -276,8 +241,7 @@ class GrantLedger:
         """The client is gone, proven: every pin, demand and bundle ends; frames in transfer are freed when it has
         drained.
         """
-        self.pins.clear()
-        self.open.clear()
+        self.pins = Pins()
         self.lanes.clear()
         for record in list(self.bundles.values()):
             if record.state != State.DOOMED:
@@ -294,7 +258,7 @@ class GrantLedger:
     def _serve(self) -> list[Effect]:
         """Answer what can be answered, oldest first; make room for the oldest that lacks it."""
         starved = False
-        for waiting in list(self.open):
+        for waiting in list(self.pins.open):
             record, mode = self.bundles[waiting.bundle], waiting.demand.mode
             if self._grantable(record, mode):
                 self._answer(waiting, record)
@@ -319,16 +283,10 @@ class GrantLedger:
         """Drop clean bundles and start write-backs until `need` frames are free or on their way; True if they are free
         now.
         """
-        if self._frames.free_frames < need:
-            pinned = {p.bundle for p in self.pins.values()} | {d.bundle for d in self.open}
-            evictions = choose_evictions(
-                need,
-                self._frames.free_frames,
-                self.bundles.values(),
-                pinned,
-                self._placement,
-                self._flash_quota_frames,
-            )
+        free = self._frames.free_frames
+        if free < need:
+            bundles, stay = self.bundles.values(), self.pins.stay()
+            evictions = choose_evictions(need, free, bundles, stay, self._placement, self._flash_quota_frames)
             for bundle in evictions.drop:
                 self.bundles[bundle].apply(Event.DROP)
                 self._release_frames(self.bundles[bundle])
@@ -343,9 +301,9 @@ class GrantLedger:
 
     def _answer(self, waiting: OpenDemand, record: BundleRecord) -> None:
         demand = waiting.demand
-        self.open.remove(waiting)
+        self.pins.open.remove(waiting)
         self._serial += 1
-        self.pins[self._serial] = Pin(demand.lane, record.bundle_id, demand.mode)
+        self.pins.granted[self._serial] = Pin(demand.lane, record.bundle_id, demand.mode)
         self._placement.used(record.bundle_id)
         grant = Grant(
             self._serial,
@@ -363,11 +321,12 @@ class GrantLedger:
         self.refusals[code] += 1
         self._effects.append(Send(Refuse(demand.lane, demand.epoch, code, message)))
 
-    def _unpin(self, serial: int, pin: Pin) -> None:
-        del self.pins[serial]
-        record = self.bundles[pin.bundle]
-        self._placement.used(pin.bundle)
-        if record.state == State.BLANK and not any(p.bundle == pin.bundle for p in self.pins.values()):
+    def _unpin(self, serial: int) -> None:
+        bundle = self.pins.grant(serial).bundle
+        del self.pins.granted[serial]
+        record = self.bundles[bundle]
+        self._placement.used(bundle)
+        if record.state == State.BLANK and bundle not in self.pins.leased():
             record.apply(Event.ABANDON)
             self._release_frames(record)
             self._forget_if_absent(record)
@@ -399,31 +358,6 @@ class GrantLedger:
 
     # -- look-ups
 
-    def _pinned(self, lane: str) -> set[int]:
-        return {p.bundle for p in self.pins.values() if p.lane == lane} | {
-            d.bundle for d in self.open if d.demand.lane == lane
-        }
-
-    def _in_use(self, bundle: int, but: int | None = None) -> bool:
-        """Leased under a grant other than `but`, or asked for."""
-        return any(p.bundle == bundle and s != but for s, p in self.pins.items()) or any(
-            d.bundle == bundle for d in self.open
-        )
-
-    def _pin(self, serial: int, bundle: int | None = None) -> Pin:
-        pin = self.pins.get(serial)
-        if pin is None or (bundle is not None and pin.bundle != bundle):
-            raise ProtocolError(
-                f"grant {serial}{'' if bundle is None else f' of bundle {bundle}'} is not held by this session"
-            )
-        return pin
-
-    def _record(self, bundle: int) -> BundleRecord:
-        record = self.bundles.get(bundle)
-        if record is None:
-            raise ProtocolError(f"bundle {bundle} does not exist in this session")
-        return record
-
     def _spec(self, spec_id: int) -> BundleSpec:
         spec = self.specs.get(spec_id)
         if spec is None:
@@ -445,13 +379,13 @@ class GrantLedger:
             record.check_invariants()
         self._frames.check_invariants(run for record in self.bundles.values() for run in record.runs)
         for lane in self.lanes.values():
-            pinned = sum(self.bundles[b].frames for b in self._pinned(lane.name))
+            pinned = sum(self.bundles[b].frames for b in self.pins.of_lane(lane.name))
             assert pinned <= lane.budget_frames, f"lane {lane.name!r} pins {pinned} of {lane.budget_frames} frames"
         budgets = sum(lane.budget_frames for lane in self.lanes.values())
         assert budgets <= self._frames.frames, "budgets exceed the arena"
         copies = flash_frames(r for r in self.bundles.values() if r.state != State.DOOMED)
         assert copies <= self._flash_quota_frames, f"{copies} flash frames of a quota of {self._flash_quota_frames}"
-        for pin in self.pins.values():
+        for pin in self.pins.granted.values():
             state = self.bundles[pin.bundle].state
             assert state in FRAMED and state not in (State.LOADING, State.DOOMED), (
                 f"pin on bundle {pin.bundle}, which is {state}"
@@ -459,8 +393,3 @@ class GrantLedger:
             assert not (pin.mode.writes and state == State.WRITING), (
                 f"bundle {pin.bundle} is writable during its write-back"
             )
-
-
-def _distinct(bundles: Sequence[int], what: str) -> None:
-    if len(set(bundles)) < len(bundles):
-        raise ProtocolError(f"{what} names a bundle twice: {sorted(bundles)[:20]}")

@@ -60,14 +60,19 @@ class GrantTable:
 
     def receive(self, message: DaemonBody) -> Waiter | None:
         """Take an answer: it becomes a lease on delivery, in any epoch (C1, C10). Returns whose wait has ended."""
-        waiter = self._waiting.pop((message.lane, message.answers), None)
+        waiter = self._waiting.get((message.lane, message.answers))
         if waiter is None:
             raise ProtocolError(f"{message} answers no open demand of lane {message.lane!r}")
+        demand = waiter.demand
+        if isinstance(message, Grant):
+            if not message.mode.covers(demand.mode):
+                raise ProtocolError(f"{message} does not cover the mode of {demand}")
+            if demand.mode != Mode.CREATE and message.bundle != demand.target:
+                raise ProtocolError(f"{message} is for another bundle than {demand}")
+        del self._waiting[message.lane, message.answers]
         if isinstance(message, Refuse):
             waiter.error = error_for(message.code, message.message)
             return waiter
-        if not message.mode.covers(waiter.demand.mode):
-            raise ProtocolError(f"{message} does not cover the mode of {waiter.demand}")
         waiter.lease = self._leases[message.serial] = Lease(message, waiter.demand.mode)
         return waiter
 
@@ -77,10 +82,11 @@ class GrantTable:
         Writers become readers and stay leased until `done`; consumed leases end.
         """
         triples, pairs = [], []
-        for serial, version in updated:
-            lease = self._leases[serial]
+        written = [(serial, version, self._leases[serial]) for serial, version in updated]
+        for _, _, lease in written:
             if not lease.mode.writes:
                 raise ProtocolError(f"commit of {lease.grant}, which is only read")
+        for serial, version, lease in written:
             lease.mode = Mode.READ
             lease.grant = replace(lease.grant, version=version)
             triples.append((serial, lease.grant.bundle, version))

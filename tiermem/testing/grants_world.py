@@ -1,0 +1,260 @@
+"""A hostile world around the two ends of the grant protocol: what may happen, and what happens then.
+
+GrantTable and GrantLedger are joined by two queues of arbitrary delay; a mover ends transfers in any order, or fails
+them; threads of one lane do anything legal; the client may die at any point. Everything is a value of this process: no
+thread, clock, file or torch. `tiermem.testing.grants_explorer` visits every state of a small world.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from tiermem.bundle import Mode
+from tiermem.errors import TierIOError
+from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
+from tiermem.grants.ledger import GrantLedger
+from tiermem.grants.messages import DaemonBody, Demand, Refuse
+from tiermem.grants.table import GrantTable
+from tiermem.residency import State
+from tiermem.stats import Link
+from tiermem.testing.grants_world_state import LANE, Action, Config, Exit, Hold, Moving, WorldState
+
+
+class World(WorldState):
+    """One state that goes on. `actions` says what may happen, `apply` does it; not thread-safe, picklable."""
+
+    def __init__(
+        self,
+        config: Config,
+        table: Callable[[list[str]], GrantTable] = GrantTable,
+        ledger: Callable[..., GrantLedger] = GrantLedger,
+    ) -> None:
+        super().__init__(config, table, ledger)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Create what exists at the start, as any client would; some of it ends up in flash."""
+        thread = self.config.threads[0][0]
+        for form in self.config.kept:
+            self.apply(("acquire", thread, form, Mode.CREATE))
+            self.drain(lambda actions: actions[0])
+            [serial] = self.holds
+            for action in (("write", serial), ("commit", thread), ("release", serial)):
+                self.apply(action)
+        self.drain(lambda actions: actions[0])
+        self.commits, self.creates = self.config.commits, self.config.creates
+
+    def clone(self) -> bytes:
+        """For `pickle.loads`."""
+        return pickle.dumps(self, 5)
+
+    # -- what may happen
+
+    def actions(self) -> Iterator[Action]:
+        """Everything that may happen next, whether it must or not."""
+        orders = (False, True) if self.config.either_order else (False,)
+        if self.up:
+            yield from (("daemon_reads", order) for order in orders)
+        if self.down:
+            yield ("client_reads",)
+        for bundle in self.moving:
+            yield from (("transfer_ends", bundle, order) for order in orders)
+            if self.faults:
+                yield ("transfer_fails", bundle)
+        if not self.alive:
+            return
+        for serial, hold in self.holds.items():
+            if hold.use == "idle" and self._compatible(serial, hold):
+                yield ("write" if hold.lease.mode.writes else "read", serial)
+            if hold.use != "writing":
+                yield ("release", serial)
+        for thread, most in self.config.threads:
+            yield from self._thread_actions(thread, most)
+        if self.discards:
+            yield from (("discard", b) for b in self.newest if self.newest[b] and not self._busy(b))
+        if self.deaths:
+            yield from (("die", arrived) for arrived in range(len(self.up) + 1))
+
+    def _thread_actions(self, thread: str, most: int) -> Iterator[Action]:
+        mine = [hold for hold in self.holds.values() if hold.thread == thread]
+        if self.commits and any(_owes_commit(hold) for hold in mine):
+            yield ("commit", thread)
+        if thread in self.waiters:
+            return
+        held = {hold.lease.grant.bundle for hold in mine}
+        used = sum(self.frames[b] for b in held)
+        if self.creates:
+            for form, frames in enumerate(self.config.forms, 1):
+                if used + frames <= most:
+                    yield ("acquire", thread, form, Mode.CREATE)
+        for bundle, version in self.newest.items():
+            modes = [hold.lease.mode for hold in mine if hold.lease.grant.bundle == bundle]
+            if not version or used + (bundle not in held) * self.frames[bundle] > most:
+                continue
+            for mode in self.config.modes:
+                if modes and not (mode == Mode.UPDATE and modes == [Mode.READ]):
+                    continue  # an upgrade, or nothing twice
+                if (mode == Mode.CONSUME and self._busy(bundle)) or self._busy(bundle, Mode.CONSUME):
+                    continue
+                yield ("acquire", thread, bundle, mode)
+
+    def must(self, action: Action) -> bool:
+        """Whether it happens by itself, without a thread of the client."""
+        return action[0] in ("daemon_reads", "client_reads", "transfer_ends", "transfer_fails")
+
+    def _compatible(self, serial: int, hold: Hold) -> bool:
+        others = [
+            other.use
+            for s, other in self.holds.items()
+            if s != serial and other.lease.grant.bundle == hold.lease.grant.bundle and other.use != "idle"
+        ]
+        return not others or (not hold.lease.mode.writes and "writing" not in others)
+
+    def _busy(self, bundle: int, mode: Mode | None = None) -> bool:
+        """Leased or asked for, in `mode` or in any."""
+        modes = [h.lease.mode for h in self.holds.values() if h.lease.grant.bundle == bundle]
+        demands = (w.demand for w in self.waiters.values())
+        modes += [d.mode for d in demands if d.mode != Mode.CREATE and d.target == bundle]
+        return bool(modes) if mode is None else mode in modes
+
+    # -- what happens
+
+    def apply(self, action: Action) -> None:
+        """Do it and check. Raises AssertionError, or what a machine raises that its peer drove into a corner."""
+        match action:
+            case ("daemon_reads", bool(order)):
+                self.placement.reverse = order
+                message = self.up.popleft()
+                self._act(self.ledger.exit() if isinstance(message, Exit) else self.ledger.receive(message))
+            case ("client_reads",):
+                self._client_reads(self.down.popleft())
+            case ("transfer_ends", int(bundle), bool(order)):
+                self.placement.reverse = order
+                self._transfer_ends(bundle)
+            case ("transfer_fails", int(bundle)):
+                self._transfer_fails(bundle)
+            case ("acquire", str(thread), int(target), Mode() as mode):
+                self.creates -= mode == Mode.CREATE
+                self.waiters[thread] = self.table.demand(LANE, target, mode)
+            case ("read" | "write" as use, int(serial)):
+                hold = self.holds[serial]
+                hold.use = "reading" if use == "read" else "writing"
+                if use == "write":
+                    self.fill_frames(hold.lease.grant.runs, None)
+            case ("release", int(serial)):
+                bundle = self.holds.pop(serial).lease.grant.bundle
+                self.table.done(serial)
+                if not self.newest[bundle]:
+                    del self.newest[bundle]  # created and never written
+            case ("commit", str(thread)):
+                self._commit({s: h for s, h in self.holds.items() if h.thread == thread and _owes_commit(h)})
+            case ("discard", int(bundle)):
+                self.discards -= 1
+                self.table.discard([bundle])
+                del self.newest[bundle]
+            case ("die", int(arrived)):
+                self.deaths -= 1
+                self.alive = False
+                self.up = deque([*list(self.up)[:arrived], Exit()])
+                self.down.clear()
+                self.holds.clear()
+                self.waiters.clear()
+            case _:
+                raise ValueError(f"no such action: {action}")
+        self._send()
+        for record in self.ledger.bundles.values():
+            record.history.clear()  # for people; makes states larger and no different
+        self.check()
+
+    def _send(self) -> None:
+        for message in self.table.outbox:
+            if isinstance(message, Demand):
+                # What is not held, the daemon may take back: every delivered answer must be there, whoever's.
+                assert message.held == set(self.holds), f"held: {message}, but the lane's leases are {set(self.holds)}"
+            self.up.append(message)
+        self.table.outbox.clear()
+
+    def _client_reads(self, message: DaemonBody) -> None:
+        ended = self.table.receive(message)
+        for thread in [t for t, waiter in self.waiters.items() if waiter is ended]:
+            lease = self.waiters.pop(thread).lease
+            if lease is not None:
+                hold = self.holds[lease.grant.serial] = Hold(thread, lease)
+                self.newest.setdefault(lease.grant.bundle, 0)
+                self.frames.setdefault(lease.grant.bundle, sum(n for _, n in lease.grant.runs))
+                if not lease.mode.writes and self._compatible(lease.grant.serial, hold):
+                    hold.use = "reading"
+
+    def _commit(self, owed: dict[int, Hold]) -> None:
+        updated, consumed = [], []
+        for serial, hold in owed.items():
+            bundle = hold.lease.grant.bundle
+            if hold.use == "writing":
+                self.newest[bundle] += 1
+                self.fill_frames(hold.lease.grant.runs, (bundle, self.newest[bundle]))
+                updated.append((serial, self.newest[bundle]))
+                hold.use = "reading"
+                self.commits -= 1
+            else:
+                consumed.append(serial)
+                del self.newest[bundle], self.holds[serial]
+        self.table.commit(updated, consumed)
+
+    def _act(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(message):
+                    if self.alive:
+                        self.down.append(message)
+                        if isinstance(message, Refuse):
+                            self._check_refusal(message)
+                case Load(bundle) | WriteBack(bundle):
+                    assert bundle not in self.moving, f"I5: two transfers of bundle {bundle} at once"
+                    record = self.ledger.bundles[bundle]
+                    if isinstance(effect, Load):
+                        self.fill_frames(record.runs, None)
+                        moving = Moving(Link.FLASH_TO_DRAM, record.runs, (self.flash.get(bundle),))
+                    else:
+                        moving = Moving(Link.DRAM_TO_FLASH, record.runs, self.content(record.runs))
+                    self.moving[bundle] = moving
+                case FreeFlash(bundle):
+                    assert bundle not in self.moving, f"I5: flash of bundle {bundle} is freed under a transfer"
+                    self.flash.pop(bundle, None)
+
+    def _transfer_ends(self, bundle: int) -> None:
+        moving = self.moving.pop(bundle)
+        doomed = self.ledger.bundles[bundle].state == State.DOOMED
+        if moving.link == Link.FLASH_TO_DRAM:
+            if not doomed:
+                self.fill_frames(moving.runs, moving.source[0])
+            self._act(self.ledger.loaded(bundle))
+            return
+        if not doomed:
+            now = set(self.content(moving.runs)) | set(moving.source)
+            self.flash[bundle] = now.pop() if len(now) == 1 else None  # torn where somebody wrote meanwhile
+        self._act(self.ledger.written(bundle))
+
+    def _transfer_fails(self, bundle: int) -> None:
+        self.faults -= 1
+        moving = self.moving.pop(bundle)
+        error = TierIOError(5, "scripted")
+        self.failing = True
+        failed = self.ledger.load_failed if moving.link == Link.FLASH_TO_DRAM else self.ledger.write_failed
+        self._act(failed(bundle, error))
+        self.failing = False
+
+    def drain(self, choose: Callable[[list[Action]], Action]) -> int:
+        """I7: queues and mover alone come to rest, with no demand left open. Returns the number of steps."""
+        for steps in range(10_000):
+            actions = [action for action in self.actions() if self.must(action)]
+            if not actions:
+                assert not self.waiters, f"I7: stuck with open demands: {list(self.waiters.values())}"
+                return steps
+            self.apply(choose(actions))
+        raise AssertionError("I7: queues and mover do not come to rest")
+
+
+def _owes_commit(hold: Hold) -> bool:
+    return hold.use == "writing" or (hold.use == "reading" and hold.lease.mode == Mode.CONSUME)
