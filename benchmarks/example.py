@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.disk import Bandwidth, measure_bandwidth
+from benchmarks.load import OtherLoad
 from benchmarks.report import Machine, Report, Row
 from tiermem.stats import Link
 from tiermem.units import format_size
@@ -28,6 +29,7 @@ from tiermem_client.embedded import default_flash_directory
 TITLE = "step time of the example: plain, all in DRAM, and a fraction of it in DRAM"
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "finetune_smollm2.py"
 PLAIN = "plain"
+BUSY_CORES = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +52,7 @@ class Variant:
     threads: int | None
     startup: dict[str, Any] | None = None
     runs: list[dict[str, Any]] = field(default_factory=list)
+    other_cores: list[float] = field(default_factory=list)  # busy with other things, for each of `runs`
 
     @property
     def step_s(self) -> float:
@@ -101,8 +104,19 @@ def run(args: argparse.Namespace) -> Report:
             "bound: the plain step, or a link's bytes over its bandwidth alone, whichever is longer; that reads and "
             "writes share one disk, and hashing and I/O the CPU, is left out",
             "every loss and the sha256 of all weights were equal in all runs of the same thread count",
+            *_warnings(variants),
         ),
     )
+
+
+def _warnings(variants: Sequence[Variant]) -> list[str]:
+    worst = max(cores for variant in variants for cores in variant.other_cores)
+    if worst < BUSY_CORES:
+        return []
+    return [
+        f"NOT A QUIET MACHINE: other processes kept up to {worst:.1f} cores busy; threads that wait for each other "
+        "then become several times slower, with tiermem and without: measure again"
+    ]
 
 
 def _drams(args: argparse.Namespace) -> list[str]:
@@ -116,7 +130,9 @@ def _measure(args: argparse.Namespace, folder: Path) -> list[Variant]:
             variant.startup = _run_example(variant, 1, folder)
     for _ in range(args.rounds):
         for variant in variants:
-            variant.runs.append(_run_example(variant, args.steps, folder))
+            with OtherLoad() as other:
+                variant.runs.append(_run_example(variant, args.steps, folder))
+            variant.other_cores.append(other.cores)
     return variants
 
 
@@ -165,6 +181,7 @@ def _row(variant: Variant, plain: Variant, bound_s: float) -> Row:
         "hits": round(variant.per_step("hits")) if attached else None,
         "misses": round(variant.per_step("misses")) if attached else None,
         "stall share": variant.per_step("stall_s") / variant.step_s if attached else None,
+        "other cores": max(variant.other_cores),
     }
 
 

@@ -79,6 +79,7 @@ class JobStore:
             layout.bundle_cap_bytes // layout.frame_bytes,
             LeastRecentlyUsed(),
             next_bundle_id,
+            ", ".join(str(directory.path) for directory in directories),
         )
         self._copies: dict[int, FlashCopy] = {}  # guarded by _lock
         self._asked_at: dict[tuple[str, int], float] = {}  # guarded by _lock

@@ -243,6 +243,7 @@ class Mover:
             error = None if chunk is None else _run(chunk, ticket.transfer)
             if self._end(ticket, chunk is not None, self._clock.now_s() - started_s, error):
                 self._finish(ticket)
+            del begun, ticket, chunk, error  # an error's traceback holds views of the arena; do not wait with it
 
     def _begin(self, queue: _Queue) -> tuple[Ticket, Chunk | None] | None:
         """Wait for the most urgent chunk and begin it; with chunk None the ticket has none. None when the thread is to

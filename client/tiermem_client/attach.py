@@ -27,8 +27,8 @@ from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.floors import main_floor
 from tiermem_client.grads import GradBook, GradHandle
 from tiermem_client.guard import GuardBook
+from tiermem_client.heap import trim_heap
 from tiermem_client.job import Job, close_all, remember
-from tiermem_client.memory_report import trim_heap
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks

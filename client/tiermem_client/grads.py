@@ -135,6 +135,7 @@ class GradBook:
             store.slots[member.parameter] = GradSlot(store, member, offset, nbytes, _dense_stride(member), dtype)
             specs.append(TensorSpec(member.name, str(dtype).removeprefix("torch."), member.shape, offset, nbytes))
             offset += round_up(max(1, nbytes), TENSOR_ALIGN_BYTES)
+        requests: list[tuple[Kind, str, int, tuple[TensorSpec, ...]]]
         if group.tiled:
             step = group.tile_elements * specs[0].nbytes // max(1, members[0].parameter.numel())
             requests = [
@@ -147,7 +148,7 @@ class GradBook:
                 for start in range(0, offset, step)
             ]
         else:
-            requests = [(Kind.GRAD, group.unit, offset, (*specs,))]
+            requests = [(Kind.GRAD, group.unit, offset, tuple(specs))]
         store.bundles = self.residency.new_bundles(requests)
         return store
 
@@ -268,7 +269,7 @@ class GradHandle(torch.Tensor):
     def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
         return self.read().clone().__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:  # type: ignore[override]
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.read().clone()
 
     @classmethod

@@ -28,17 +28,25 @@ from tiermem_client.storage_swap import storage_key
 _Plain = torch._C.DisableTorchFunctionSubclass
 _T = torch.Tensor
 
-_PROPERTIES = ["shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "grad_fn", "_version", "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_quantized", "is_nested", "names", "ndim", "_backward_hooks", "output_nr", "is_mps", "is_xpu", "itemsize", "nbytes", "_base", "_grad_fn", "is_xla", "is_ipu", "is_mkldnn", "is_sparse_csr", "_post_accumulate_grad_hooks", "retains_grad", "name", "grad_dtype", "volatile", "is_mtia", "is_maia", "is_vulkan"]
-_METHODS = ["size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "element_size", "storage_offset", "is_inference", "is_signed", "retain_grad", "_is_view", "get_device", "is_shared", "has_names", "__len__", "is_set_to", "ndimension", "_is_zerotensor", "is_conj", "is_neg", "data_ptr", "__hash__"]
+_PROPERTIES = """
+shape dtype device requires_grad grad is_leaf layout grad_fn _version is_cuda is_cpu is_sparse is_meta is_quantized
+is_nested names ndim _backward_hooks output_nr is_mps is_xpu itemsize nbytes _base _grad_fn is_xla is_ipu is_mkldnn
+is_sparse_csr _post_accumulate_grad_hooks retains_grad name grad_dtype volatile is_mtia is_maia is_vulkan
+"""
+_METHODS = """
+size dim numel nelement stride is_floating_point is_complex is_contiguous requires_grad_ register_hook
+register_post_accumulate_grad_hook element_size storage_offset is_inference is_signed retain_grad _is_view get_device
+is_shared has_names __len__ is_set_to ndimension _is_zerotensor is_conj is_neg data_ptr __hash__
+"""
 
 
 def _metadata() -> frozenset[Any]:
     """Functions that read or set what is beside the bytes."""
     found: list[Any] = []
-    for name in _PROPERTIES:
+    for name in _PROPERTIES.split():
         descriptor = getattr(_T, name, None)
         found += [getattr(descriptor, f, None) for f in ("__get__", "__set__", "__delete__")]
-    found += [getattr(_T, name, None) for name in _METHODS]
+    found += [getattr(_T, name, None) for name in _METHODS.split()]
     found += [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_conj, torch.is_neg, torch.is_inference]
     found.append(getattr(torch, "_has_compatible_shallow_copy_type", None))
     return frozenset(f for f in found if f is not None)
@@ -273,8 +281,9 @@ def _set_data(tensor: Any, value: Any) -> None:
         same = value.shape == tensor.shape and value.dtype == tensor.dtype and value.device == tensor.device
     if not same:
         raise Unsupported(
-            f"a managed tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device} is assigned data of shape "
-            f"{tuple(value.shape)}, {value.dtype} on {value.device}; convert the model before attach, or detach() first"
+            f"a managed tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device} is assigned data of "
+            f"shape {tuple(value.shape)}, {value.dtype} on {value.device}; "
+            "convert the model before attach, or detach() first"
         )
     version = tensor._version
     with torch.no_grad():

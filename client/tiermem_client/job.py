@@ -98,6 +98,12 @@ class Job:
             fallbacks=self.fallbacks,
         )
 
+    def flush(self) -> None:
+        """Commit everything that was written and let go of what is kept leased for the next operation."""
+        with self.residency.session.lock:
+            self.residency.run_unreferenced()
+            self.book.settle()
+
     def detach(self) -> None:
         """Bring every parameter, gradient and state tensor into ordinary memory, remove all hooks and end the session.
         Idempotent.

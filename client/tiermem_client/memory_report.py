@@ -6,7 +6,6 @@ counted by the daemon. Standard library only, so that a script can measure a run
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,18 +38,6 @@ def process_memory() -> ProcessMemory:
         data_bytes=value(b"VmData"),
         peak_resident_bytes=value(b"VmHWM"),
     )
-
-
-def trim_heap() -> bool:
-    """Let malloc give free memory back to the system (glibc keeps what is freed between live blocks: hundreds of MiB
-    after a model has moved out). False where the C library has no such call.
-    """
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except AttributeError:
-        return False
-    trim(0)
-    return True
 
 
 class PeakAnonymous:

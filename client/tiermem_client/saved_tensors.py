@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from tiermem.bundle import Mode
 from tiermem.errors import TiermemError
@@ -81,6 +82,7 @@ class SavedTensorHooks:
 
     # -- pushing and popping
 
+    @_disable_dynamo
     def push(self) -> bool:
         """Put ours on this thread's top unless they are there. True if they were pushed, and `pop` is owed."""
         pushed: list[Any] = self._local.__dict__.setdefault("pushed", [])
@@ -92,6 +94,7 @@ class SavedTensorHooks:
         pushed.append(pack)
         return True
 
+    @_disable_dynamo
     def pop(self) -> None:
         self._local.pushed.pop()
         _autograd._pop_saved_tensors_default_hooks()

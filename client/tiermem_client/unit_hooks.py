@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from tiermem.bundle import Mode
 from tiermem_client.grads import GradBook
@@ -45,9 +46,9 @@ class UnitHooks:
         handles = []
         for unit in units:
             for module in unit.modules:
-                handles += _hook(module, _Enter(self, unit, module), _Leave(self, unit, module))
+                handles += _hook(module, _Enter(self, unit, module, False), _Leave(self, unit, module, False))
             for module in _inner_modules(unit, units):
-                handles += _hook(module, _Enter(self, unit, module), _Leave(self, unit, module), traced=True)
+                handles += _hook(module, _Enter(self, unit, module, True), _Leave(self, unit, module, True))
         pushed: list[bool] = []
         handles += _hook(model, _EnterRoot(self.saved, model, pushed), _LeaveRoot(self.saved, model, pushed))
 
@@ -57,7 +58,9 @@ class UnitHooks:
 
         return undo
 
+    @_disable_dynamo
     def enter(self, unit: Unit) -> None:
+        """The unit's forward, or one inside it, begins."""
         entries = self._entries.setdefault(unit, [])
         entry = _Entry()
         entries.append(entry)
@@ -75,7 +78,9 @@ class UnitHooks:
         self.on_enter(unit)
         entry.versions = tuple(p._version for p in unit.parameters)
 
+    @_disable_dynamo
     def leave(self, unit: Unit) -> None:
+        """It has ended, or raised."""
         entries = self._entries.get(unit)
         if not entries:  # a hook before ours raised
             return
@@ -108,8 +113,8 @@ class UnitHooks:
 
 
 def _inner_modules(unit: Unit, units: list[Unit]) -> list[nn.Module]:
-    """Modules with parameters of their own inside a unit. Some libraries run them without the unit's own call, as when a
-    block's `forward` is wrapped by a checkpoint: the recomputation calls the inside only.
+    """Modules with parameters of their own inside a unit. Some libraries run them without the unit's own call, as when
+    a block's `forward` is wrapped by a checkpoint: the recomputation calls the inside only.
     """
     hooked = {module for other in units for module in other.modules}
     inside = dict.fromkeys(m for top in unit.modules for m in top.modules() if m not in hooked)
@@ -117,10 +122,7 @@ def _inner_modules(unit: Unit, units: list[Unit]) -> list[nn.Module]:
     return [m for m in inside if any(p in own for p in m.parameters(recurse=False))]
 
 
-def _hook(module: nn.Module, enter: Any, leave: Any, traced: bool = False) -> list[Any]:
-    """`traced`: leave it to the hook to do nothing under torch.compile; otherwise the hook breaks the graph."""
-    if not traced:
-        enter, leave = torch._dynamo.disable(enter), torch._dynamo.disable(leave)
+def _hook(module: nn.Module, enter: Any, leave: Any) -> list[Any]:
     return [
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(leave, with_kwargs=True, always_call=True),
@@ -129,12 +131,15 @@ def _hook(module: nn.Module, enter: Any, leave: Any, traced: bool = False) -> li
 
 @dataclass(slots=True, frozen=True)
 class _Enter(LeavesNoCopy):
+    """`inner`: traced code needs none, since its unit's own hook has broken the graph around it."""
+
     hooks: UnitHooks
     unit: Unit
     module: nn.Module
+    inner: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self.module and not torch.compiler.is_compiling():  # a deep copy of the model copies hooks
+        if module is self.module and not (self.inner and torch.compiler.is_compiling()):
             self.hooks.enter(self.unit)
 
 
@@ -143,9 +148,10 @@ class _Leave(LeavesNoCopy):
     hooks: UnitHooks
     unit: Unit
     module: nn.Module
+    inner: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module is self.module and not torch.compiler.is_compiling():
+        if module is self.module and not (self.inner and torch.compiler.is_compiling()):
             self.hooks.leave(self.unit)
 
 

@@ -8,6 +8,8 @@ puts them back. Gradients are kept: `zero_grad` frees them, as in plain torch.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from torch import nn
 from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
 from tiermem_client.grads import GradBook, GradHandle, GradSlot
+from tiermem_client.heap import large_blocks_mapped
 from tiermem_client.optimizer_state import StateStore, forms_of, is_large
 from tiermem_client.residency import Bundle, Residency
 from tiermem_client.shadow import OptimizerForm, StepRecord, shadow_step
@@ -27,7 +30,7 @@ from tiermem_client.units import Group, ManagedParameter
 
 _set_version: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
-)  # type: ignore[attr-defined]
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +67,25 @@ class GroupUpdate:
     tiled: bool
 
 
+@dataclass(slots=True)
+class StepInProgress:
+    """One `step()`, until all of it is committed. `handles` are the gradients that it was begun with.
+
+    An error of the daemon interrupts a step between two transactions. Called again with the same gradients, `step()`
+    goes on with what is not `done`: nothing is updated twice.
+    """
+
+    record: StepRecord
+    handles: dict[nn.Parameter, weakref.ref[GradHandle]]
+    done: set[Piece] = field(default_factory=set)
+    versioned: set[nn.Parameter] = field(default_factory=set)
+
+    def goes_on_with(self, handles: dict[nn.Parameter, GradHandle]) -> bool:
+        return len(handles) == len(self.handles) and all(
+            p in self.handles and self.handles[p]() is h for p, h in handles.items()
+        )
+
+
 class Updater:
     """Streams `optimizer` over the groups. Used by the user's thread only."""
 
@@ -80,6 +102,7 @@ class Updater:
         self.steps = 0
         self.on_state: Callable[[torch.Tensor, list[Bundle]], None] = lambda tensor, bundles: None
         self._taken: list[tuple[nn.Parameter, GradHandle]] = []
+        self._step: StepInProgress | None = None
 
     def _plan(self, group: Group, forms: dict[nn.Parameter, OptimizerForm]) -> GroupUpdate:
         members = group.parameters
@@ -134,9 +157,13 @@ class Updater:
             for parameter in group["params"]:
                 if type(parameter.grad) is GradHandle:
                     taken[parameter] = (index, parameter.grad)
-        record = StepRecord.capture(optimizer)
+        handles = {p: handle for p, (_, handle) in taken.items()}
+        if self._step is None or not self._step.goes_on_with(handles):
+            references = {p: weakref.ref(handle) for p, handle in handles.items()}
+            self._step = StepInProgress(StepRecord.capture(optimizer), references)
         self.book.settle()
-        owner = {p: update for update in self.updates for p in self._update_group(update, record, taken)}
+        owner = {p: update for update in self.updates for p in self._update_group(update, self._step, taken)}
+        self._step = None
         for parameter in taken:  # in the optimizer's order, which is that of its state_dict
             self._show_state(owner[parameter], parameter)
         self.steps += 1
@@ -157,14 +184,18 @@ class Updater:
     # -- the update
 
     def _update_group(
-        self, update: GroupUpdate, record: StepRecord, taken: dict[nn.Parameter, tuple[int, GradHandle]]
+        self, update: GroupUpdate, step: StepInProgress, taken: dict[nn.Parameter, tuple[int, GradHandle]]
     ) -> tuple[nn.Parameter, ...]:
         """Update a group's parameters that have gradients; returns them."""
         pieces = [piece for piece in update.pieces if piece.managed.parameter in taken]
         for batch in [[piece] for piece in pieces] if update.tiled or not pieces else [pieces]:
-            self._update(update, batch, record, taken)
+            if batch[0] not in step.done:
+                self._update(update, batch, step.record, taken)
+                step.done.update(batch)
         parameters = tuple(dict.fromkeys(p.managed.parameter for p in pieces))
-        _set_version(parameters, tuple(p._version + 1 for p in parameters))
+        changed = tuple(p for p in parameters if p not in step.versioned)
+        _set_version(changed, tuple(p._version + 1 for p in changed))
+        step.versioned.update(changed)
         return parameters
 
     def _update(
@@ -181,16 +212,25 @@ class Updater:
         grads = list(dict.fromkeys(b for slot in slots if not slot.zero for b in _of_tile(slot.store.bundles, tile)))
         state = self._state_bundles(update.store, tile)
         stored = [b for b in state if b.bundle_id is not None]
+        blank = [b for b in state if b.bundle_id is None]  # had before anything changes, as there may be no room
         held: list[Bundle] = []
         with self.residency.session.lock:
             try:
-                for bundles in (parameters, grads, stored):
-                    self.residency.acquire(bundles, Mode.UPDATE)
+                for bundles, mode in (
+                    (parameters, Mode.UPDATE),
+                    (grads, Mode.UPDATE),
+                    (stored, Mode.UPDATE),
+                    (blank, Mode.CREATE),
+                ):
+                    self.residency.acquire(bundles, mode)
                     held += bundles
                 shadows = self._prepare(pieces, slots)
                 members = [(taken[p.managed.parameter][0], p.shadow) for p in pieces]
                 states = {p.shadow: p.state for p in pieces}
-                shadow_step(self.optimizer, record, members, states)
+                with (
+                    contextlib.nullcontext() if all(states.values()) else large_blocks_mapped()
+                ):  # new state is moved out
+                    shadow_step(self.optimizer, record, members, states)
                 for bundle in parameters:
                     bundle.written = True
                 for piece, slot, grad in zip(pieces, slots, shadows, strict=True):
@@ -332,6 +372,11 @@ class Updater:
 
     def give_back(self) -> None:
         """Put ordinary tensors in the place of stored ones in `optimizer.state`."""
+        if self._step is not None:  # an error interrupted it: what it has updated has its new state
+            for update in self.updates:
+                for parameter in dict.fromkeys(p.managed.parameter for p in update.pieces):
+                    if parameter in self._step.versioned:
+                        self._show_state(update, parameter)
         for update in self.updates:
             for parameter, places in update.store.places.items():
                 visible = self.optimizer.state.get(parameter)

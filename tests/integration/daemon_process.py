@@ -100,7 +100,7 @@ class Daemon:
 
     def segments(self) -> list[Path]:
         """Flash files of jobs."""
-        return [path for directory in self.flash for path in directory.glob("segment-*")]
+        return [path for directory in self.flash for path in directory.glob("segment-*.tiermem")]
 
     def disk_bytes(self) -> tuple[int, int]:
         """Bytes that the kernel has read from and written to disks for it."""

@@ -134,6 +134,7 @@ def run(script: Script, attached: bool, flash: str) -> Seen:
     try:
         loop.steps(script.steps)
         if job is not None:
+            job.flush()
             seen.stats = job.stats()
             assert seen.stats.leases == 0, "leases are held between steps"
     except BaseException:

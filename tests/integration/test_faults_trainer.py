@@ -125,10 +125,10 @@ def test_kill_9_while_a_job_is_being_opened_leaves_no_job(tmp_path: Path) -> Non
     script = """
     model, optimizer, data = make()
     say("attaching")
-    tiermem.attach(model, optimizer, dram="1GiB", endpoint={endpoint!r})
+    tiermem.attach(model, optimizer, dram="256MiB", endpoint={endpoint!r})
     say("attached")
     """
-    with serve(tmp_path, dram="1GiB") as daemon:
+    with serve(tmp_path, dram="256MiB") as daemon:
         files = daemon.settled_files()
         with trainer(script.format(endpoint=daemon.endpoint), tmp_path) as victim:
             victim.expect("attaching")
@@ -136,7 +136,7 @@ def test_kill_9_while_a_job_is_being_opened_leaves_no_job(tmp_path: Path) -> Non
             victim.process.kill()
             within(LIMIT_S, lambda: left(daemon, files, []))
         model, optimizer, data = make()
-        with tiermem.attach(model, optimizer, dram="1GiB", endpoint=daemon.endpoint):  # all of it is free again
+        with tiermem.attach(model, optimizer, dram="256MiB", endpoint=daemon.endpoint):  # all of it is free again
             train(model, optimizer, data)
 
 
@@ -162,7 +162,7 @@ def test_an_embedded_daemon_and_its_directories_end_with_the_trainer(tmp_path: P
     job = tiermem.attach(model, optimizer, dram=DRAM, endpoint="embedded")
     train(model, optimizer, data)
     say("pid", job.daemon.pid)
-    say("ending")
+    input()
     """
     temporary, flash = tmp_path / "tmp", tmp_path / "flash"
     temporary.mkdir()
@@ -173,8 +173,8 @@ def test_an_embedded_daemon_and_its_directories_end_with_the_trainer(tmp_path: P
         (pid,) = map(int, victim.expect("pid"))
         assert list(flash.iterdir())
         assert list(temporary.glob("tiermem-*"))
-        victim.expect("ending")
         ending_s = time.monotonic()
+        victim.tell()
         found = victim.wait(20)
         exited_s = time.monotonic() - ending_s
         assert found == expected, victim.errors
@@ -183,6 +183,26 @@ def test_an_embedded_daemon_and_its_directories_end_with_the_trainer(tmp_path: P
         within(LIMIT_S, lambda: " ".join(p.name for p in flash.rglob("*")), since_s=ending_s)
         within(LIMIT_S, lambda: " ".join(p.name for p in temporary.glob("tiermem-*/**/*")), since_s=ending_s)
         within(LIMIT_S, lambda: " ".join(p.name for p in temporary.glob("tiermem-*")), since_s=ending_s)
+
+
+def test_a_forked_child_that_ends_takes_nothing_from_its_parent(tmp_path: Path) -> None:
+    """Exit handlers run in a child too; the daemon, its directories and the session are the parent's."""
+    script = """
+    model, optimizer, data = make()
+    job = tiermem.attach(model, optimizer, dram=DRAM, endpoint="embedded")
+    train(model, optimizer, data, 2)
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    say("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    train(model, optimizer, data, 2)
+    job.detach()
+    say("result", fingerprint(model, optimizer))
+    """
+    with trainer(script, tmp_path, {"TIERMEM_FLASH": str(tmp_path / "flash")}) as parent:
+        assert parent.expect("child") == ["7"]
+        assert parent.expect("result") == [plain_fingerprint(4)]
+        assert parent.wait() == 0, parent.errors
 
 
 def test_a_trainer_ends_promptly_where_its_daemon_is_stopped(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from tests.integration.scripts import VOCAB, BlockModel, NoLists, Script, compar
 
 def llama(tied: bool, reentrant: bool | None = None) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4}
+        shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+        shape["num_attention_heads"] = 4
         config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, tie_word_embeddings=tied, **shape)
         model: Any = LlamaForCausalLM(config).train()
         if reentrant is not None:

@@ -41,6 +41,7 @@ def train_stubbornly(
     data: Iterator[torch.Tensor],
     steps: int,
     attempts: int = 50,
+    on_error: Callable[[], None] = lambda: None,
 ) -> list[tiermem.errors.TiermemError]:
     """As `train`, trying again what raised a typed error: a pass from its beginning, an update from where it stopped.
 
@@ -54,6 +55,7 @@ def train_stubbornly(
                 action()
             except tiermem.errors.TiermemError as error:
                 errors.append(error)
+                on_error()
                 if len(errors) == attempts:
                     raise
             else:

@@ -174,7 +174,6 @@ class Wrapper(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, (3,))
 
     @classmethod
-    # type: ignore[override]
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise NotImplementedError
 

@@ -51,6 +51,7 @@ class GrantLedger:
         spare_frames: int,
         placement: Placement,
         first_bundle_id: Callable[[], int],
+        flash_name: str = "flash",
     ) -> None:
         self._frames = frames
         self._frame_bytes = frame_bytes
@@ -59,6 +60,7 @@ class GrantLedger:
         self._spare_frames = spare_frames
         self._placement = placement
         self._next_bundle_id = first_bundle_id
+        self._flash_name = flash_name  # its directories, for people
         self._serial = 0
         self.specs: dict[int, BundleSpec] = {}
         self.bundles: dict[int, BundleRecord] = {}
@@ -161,8 +163,8 @@ class GrantLedger:
         if mode == Mode.CREATE and live + record.frames + self._spare_frames > self._flash_quota_frames:
             return Code.TIER_FULL, (
                 f"{record.spec} does not fit: the job's bundles take {self._size(live)} of a flash quota of "
-                f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare; "
-                "raise the flash size"
+                f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare, "
+                f"in {self._flash_name}; raise the flash size"
             )
         return None
 

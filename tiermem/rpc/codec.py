@@ -55,7 +55,11 @@ def encode_client(message: ClientBody) -> pb.ClientMessage:
         case Demand(lane, epoch, held, target, mode):
             return pb.ClientMessage(
                 demand=pb.Demand(
-                    lane=lane, epoch=epoch, held=pack_u64(held), target=target, mode=pb.Mode.ValueType(mode)
+                    lane=lane,
+                    epoch=epoch,
+                    held=pack_u64(held),
+                    target=target,
+                    mode=int(mode),  # type: ignore[arg-type]
                 )
             )
         case Commit(updated, consumed):
@@ -99,7 +103,7 @@ def encode_specs(specs: Iterable[BundleSpec]) -> pb.ClientMessage:
             specs=[
                 pb.Spec(
                     spec_id=s.spec_id,
-                    kind=pb.Kind.ValueType(s.kind),
+                    kind=int(s.kind),  # type: ignore[arg-type]
                     unit=s.unit,
                     nbytes=s.nbytes,
                     tensors=[
@@ -158,7 +162,7 @@ def encode_daemon(message: DaemonBody) -> pb.DaemonMessage:
                     lane=message.lane,
                     epoch=message.epoch,
                     bundle=message.bundle,
-                    mode=pb.Mode.ValueType(message.mode),
+                    mode=int(message.mode),  # type: ignore[arg-type]
                     version=message.version,
                     runs=runs,
                     answers=message.answers,

@@ -31,7 +31,8 @@ Action = tuple[str | int | bool | Mode, ...]
 @dataclass(frozen=True, slots=True)
 class Config:
     """`forms` are sizes in frames (form i has number i + 1), `kept` the forms of the bundles that exist at the start,
-    `threads` (name, most frames it uses together), `modes` those in which they use what exists. The numbers bound how often something may happen.
+    `threads` (name, most frames it uses together), `modes` those in which they use what exists. The numbers bound how
+    often something may happen.
     """
 
     arena_frames: int

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
+from tiermem.errors import Code, ProtocolError, TiermemError, error_for
+from tiermem.grants.messages import Commit, DaemonBody, Demand, Discard, Done, Grant, Refuse
+from tiermem.rpc import codec
+from tiermem.rpc.v1 import tiermem_pb2 as pb
+
+CAP_BYTES = 1 << 20
+FRAMES = 512
+_M = TypeVar("_M", bound=Message)
+
+u64 = st.integers(0, 2**64 - 1)
+names = st.text(max_size=30).filter(lambda text: text.isprintable())
+modes = st.sampled_from(Mode)
+demands = st.builds(Demand, names, u64, st.frozensets(u64, max_size=20), u64, modes)
+commits = st.builds(
+    Commit,
+    st.lists(st.tuples(u64, u64, st.integers(1, 2**62)), max_size=20).map(tuple),
+    st.lists(st.tuples(u64, u64), max_size=20).map(tuple),
+)
+discards = st.builds(Discard, st.lists(u64, max_size=20).map(tuple))
+runs = st.integers(0, FRAMES - 1).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, FRAMES - at)))
+grants = st.builds(Grant, u64, names, u64, u64, modes, u64, st.lists(runs, max_size=20).map(tuple), u64)
+refusals = st.builds(Refuse, names, u64, st.sampled_from(Code), st.text(max_size=50))
+
+
+def wire(message: _M) -> _M:
+    """As it arrives at the other end."""
+    return type(message).FromString(message.SerializeToString())
+
+
+@st.composite
+def specs(draw: st.DrawFn, number: int = 0) -> BundleSpec:
+    nbytes = draw(st.integers(1, CAP_BYTES))
+    tensors = []
+    for name in draw(st.lists(names, max_size=4)):
+        size = draw(st.integers(0, nbytes))
+        offset = draw(st.integers(0, nbytes - size))
+        shape = tuple(draw(st.lists(st.integers(0, 1 << 48), max_size=5)))
+        tensors.append(TensorSpec(name, draw(names), shape, offset, size))
+    return BundleSpec(draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from(Kind)), draw(names), nbytes, tuple(tensors))
+
+
+@given(demands | commits | discards | st.builds(Done, u64))
+def test_what_a_client_says_arrives(message: Demand | Commit | Discard | Done) -> None:
+    assert codec.decode_client(wire(codec.encode_client(message))) == message
+
+
+@given(grants | refusals)
+def test_what_a_daemon_says_arrives(message: DaemonBody) -> None:
+    sent = wire(codec.encode_daemon(message))
+    received: DaemonBody
+    if sent.WhichOneof("body") == "grant":
+        received = codec.decode_grant(sent.grant, FRAMES)
+    else:
+        received = codec.decode_refuse(sent.refuse)
+    assert received == message
+
+
+@given(st.lists(specs(), min_size=1, max_size=4))
+def test_forms_of_bundles_arrive(declared: list[BundleSpec]) -> None:
+    sent = wire(codec.encode_specs(declared))
+    assert codec.decode_specs(sent.declare, CAP_BYTES) == declared
+
+
+def test_numbers_are_packed_little_endian() -> None:
+    assert codec.pack_u64([1, 2**64 - 1]) == bytes([1, 0, 0, 0, 0, 0, 0, 0] + [255] * 8)
+    assert codec.pack_u64([]) == b""
+
+
+# -- what is out of range is refused, naming field and value
+
+
+def demand(mode: int = 2, lane: str = "main", held: bytes = b"") -> pb.ClientMessage:
+    return pb.ClientMessage(demand=pb.Demand(lane=lane, epoch=1, held=held, mode=cast("Any", mode)))
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (demand(mode=0), "mode is 0"),
+        (demand(mode=5), "mode is 5"),
+        (demand(mode=2**31 - 1), f"mode is {2**31 - 1}"),
+        (demand(mode=-1), "mode is -1"),
+        (demand(lane="m" * 4097), "demand.lane: a name of 4097"),
+        (demand(held=b"1234567"), "demand.held has 7 bytes"),
+        (pb.ClientMessage(commit=pb.Commit(updated=bytes(16))), "commit.updated has 16 bytes"),
+        (pb.ClientMessage(commit=pb.Commit(consumed=bytes(8))), "commit.consumed has 8 bytes"),
+        (pb.ClientMessage(commit=pb.Commit(updated=bytes(24))), "commit version is 0"),
+        (pb.ClientMessage(commit=pb.Commit(updated=codec.pack_u64([1, 1, 2**63]))), f"commit version is {2**63}"),
+        (pb.ClientMessage(discard=pb.Discard(bundles=bytes(9))), "discard.bundles has 9 bytes"),
+        (pb.ClientMessage(open=pb.Open(job="x")), "'open' is not expected here"),
+        (pb.ClientMessage(close=pb.Close()), "'close' is not expected here"),
+        (pb.ClientMessage(), "None is not expected here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_absurd_messages_of_a_client_are_refused(message: pb.ClientMessage, match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        codec.decode_client(wire(message))
+
+
+def tensor(**fields: object) -> pb.TensorSpec:
+    values: dict[str, object] = {"name": "w", "dtype": "float32", "shape": [4], "offset_bytes": 0, "nbytes": 16}
+    return pb.TensorSpec(**(values | fields))  # type: ignore[arg-type]
+
+
+def spec(*tensors: pb.TensorSpec, **fields: object) -> pb.Spec:
+    values: dict[str, object] = {"spec_id": 3, "kind": 1, "unit": "layers.0", "nbytes": 64}
+    return pb.Spec(tensors=tensors, **(values | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("declared", "match"),
+    [
+        (spec(nbytes=0), "spec 3: nbytes is 0"),
+        (spec(nbytes=-1), "spec 3: nbytes is -1"),
+        (spec(nbytes=CAP_BYTES + 1), f"spec 3: nbytes is {CAP_BYTES + 1}, outside 1 .. {CAP_BYTES}"),
+        (spec(nbytes=2**63 - 1), f"nbytes is {2**63 - 1}"),
+        (spec(kind=0), "kind is 0"),
+        (spec(kind=99), "kind is 99"),
+        (spec(unit="u" * 4097), "a name of 4097"),
+        (spec(tensor(nbytes=-1)), "tensor nbytes is -1"),
+        (spec(tensor(nbytes=65)), "tensor nbytes is 65"),
+        (spec(tensor(offset_bytes=-4)), "tensor offset is -4"),
+        (spec(tensor(offset_bytes=49)), "tensor offset is 49, outside 0 .. 48"),
+        (spec(tensor(offset_bytes=2**63 - 1)), f"tensor offset is {2**63 - 1}"),
+        (spec(tensor(shape=[1] * 65)), "tensor dimensions is 65"),
+        (spec(tensor(shape=[4, -1])), "tensor dimension is -1"),
+        (spec(tensor(shape=[2**48 + 1])), f"tensor dimension is {2**48 + 1}"),
+        (spec(tensor(name="n" * 4097)), "a name of 4097"),
+        (spec(tensor(dtype="d" * 4097)), "a name of 4097"),
+        (spec(*[tensor(nbytes=0)] * 65537), "number of tensors is 65537"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_absurd_forms_are_refused(declared: pb.Spec, match: str) -> None:
+    good = spec(tensor())
+    assert len(codec.decode_specs(pb.Declare(specs=[good]), CAP_BYTES)) == 1
+    with pytest.raises(ProtocolError, match=match):
+        codec.decode_specs(pb.Declare(specs=[good, declared]), CAP_BYTES)
+
+
+def test_an_empty_declaration_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="number of specs is 0"):
+        codec.decode_specs(pb.Declare(), CAP_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("first", "count"), [(FRAMES, 1), (0, FRAMES + 1), (FRAMES - 1, 2), (3, 0), (2**32 - 1, 2**32 - 1)]
+)
+def test_frames_outside_the_arena_are_refused(first: int, count: int) -> None:
+    sent = codec.encode_daemon(Grant(8, "main", 1, 5, Mode.READ, 1, ((0, 1), (first, count)), 1))
+    with pytest.raises(ProtocolError, match=f"grant 8 names frames {first} "):
+        codec.decode_grant(sent.grant, FRAMES)
+
+
+def test_absurd_grants_are_refused() -> None:
+    for grant, match in [(pb.Grant(runs=bytes(4)), "grant.runs has 4"), (pb.Grant(mode=cast("Any", 9)), "mode is 9")]:
+        with pytest.raises(ProtocolError, match=match):
+            codec.decode_grant(grant, FRAMES)
+
+
+def test_a_code_of_a_newer_daemon_is_internal_and_keeps_its_text() -> None:
+    refuse = codec.decode_refuse(pb.Refuse(lane="main", answers=4, code="TOO_SHINY", message="polish less"))
+    assert refuse == Refuse("main", 4, Code.INTERNAL, "polish less")
+    error = error_for(refuse.code, refuse.message)
+    assert type(error) is TiermemError
+    assert str(error) == "polish less"
