@@ -372,6 +372,7 @@ class Updater:
 
     def give_back(self) -> None:
         """Put ordinary tensors in the place of stored ones in `optimizer.state`."""
+        self.on_state = lambda tensor, bundles: None  # guards have been taken away
         if self._step is not None:  # an error interrupted it: what it has updated has its new state
             for update in self.updates:
                 for parameter in dict.fromkeys(p.managed.parameter for p in update.pieces):
