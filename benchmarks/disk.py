@@ -52,8 +52,8 @@ def measure_bandwidth(directory: Path, nbytes: int = GIB) -> Bandwidth:
 
 def _seconds(fd: int, move: Callable[[int, list[mmap.mmap], int], int], chunks: int, threads: int) -> float:
     buffers = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(threads)]
-    for i, buffer in enumerate(buffers):
-        buffer[:] = bytes((i + 1,)) * CHUNK_BYTES
+    for buffer in buffers:
+        buffer[:] = os.urandom(CHUNK_BYTES)  # what compresses would look too fast on some disks
 
     def work(thread: int) -> None:
         for chunk in range(thread, chunks, threads):

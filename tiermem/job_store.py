@@ -19,8 +19,9 @@ from tiermem.bundle import BundleSpec
 from tiermem.clock import Clock
 from tiermem.errors import DaemonUnavailable, DataLoss, TiermemError
 from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
-from tiermem.grants.ledger import GrantLedger, Lane
+from tiermem.grants.ledger import GrantLedger
 from tiermem.grants.messages import ClientBody, DaemonBody, Demand
+from tiermem.grants.pins import Lane
 from tiermem.layout import ArenaLayout
 from tiermem.mover import Mover, Prepared, Transfer
 from tiermem.placement.lru import LeastRecentlyUsed

@@ -263,7 +263,7 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     saved = SavedTensorHooks(job.residency, job.storages, job.book.settle)
     guards = GuardBook(job.residency, saved)
     hooks = UnitHooks(
-        job.residency, saved, job.book, lambda unit: guards.open(unit.used), lambda unit: guards.shut(unit.used)
+        job.residency, saved, job.book, lambda unit: _enter(unit, guards, job.book), lambda unit: guards.shut(unit.used)
     )
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
@@ -279,6 +279,12 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
         for managed in storage.parameters:
             guards.cover(managed.parameter, storage.group.bundles)
     job.undo.append(guards.uncover_all)
+
+
+def _enter(unit: Unit, guards: GuardBook, book: GradBook) -> None:
+    guards.open(unit.used)
+    if book.any_frozen:
+        book.watch(unit.used)
 
 
 def _abort(job: Job) -> None:

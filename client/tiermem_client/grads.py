@@ -74,21 +74,30 @@ class GradBook:
     residency: Residency
     stores: dict[Group, list[GradStore]] = field(default_factory=dict)
     _kept: GradStore | None = None
+    _frozen: dict[torch.nn.Parameter, ManagedParameter] = field(default_factory=dict)
+    _hooks: list[Any] = field(default_factory=list)
+
+    @property
+    def any_frozen(self) -> bool:
+        return bool(self._frozen)
 
     def install(self, storages: Iterable[ManagedStorage]) -> Callable[[], None]:
         """Take over every gradient as autograd accumulates it; returns the undo."""
-        handles = [
-            m.parameter.register_post_accumulate_grad_hook(_Accumulated(self, m))
-            for s in storages
-            for m in s.parameters
-            if m.parameter.is_leaf
-        ]
+        self._frozen = {m.parameter: m for s in storages for m in s.parameters if m.parameter.is_leaf}
+        self.watch(list(self._frozen))
 
         def undo() -> None:
-            for handle in handles:
-                handle.remove()
+            while self._hooks:
+                self._hooks.pop().remove()
 
         return undo
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Hook those that require gradients by now; torch takes no hook on a frozen parameter."""
+        for parameter in parameters:
+            if parameter in self._frozen and parameter.requires_grad:
+                hook = _Accumulated(self, self._frozen.pop(parameter))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     # -- slots
 

@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo
 from tiermem.bundle import Mode
 from tiermem.errors import TiermemError
 from tiermem_client.residency import Bundle, Residency
-from tiermem_client.storage_swap import alias, storage_key
+from tiermem_client.storage_swap import storage_key
 from tiermem_client.units import ManagedStorage
 
 _autograd: Any = torch._C._autograd
@@ -79,6 +79,7 @@ class SavedTensorHooks:
     _holds: list[_Hold] = field(default_factory=list)
     _tasks: set[int] = field(default_factory=set)
     _local: threading.local = field(default_factory=threading.local)
+    _pack_in_backward: Any = None
 
     # -- pushing and popping
 
@@ -124,8 +125,10 @@ class SavedTensorHooks:
                 group = packed.storage.group
                 assert group is not None
                 self.hold(group.owner, group.bundles)
-                s = packed.storage
-                return alias(s.address, s.nbytes, packed.dtype, packed.size, packed.stride, packed.offset)
+                if torch.is_grad_enabled():
+                    self._push_for_this_node()
+                empty = torch.empty(0, dtype=packed.dtype)
+                return empty.set_(packed.storage.storage, packed.offset, packed.size, packed.stride)
             case PackedBelow():
                 return packed.unpack(packed.value)
             case PackedOther():
@@ -133,6 +136,15 @@ class SavedTensorHooks:
                 return packed.tensor
             case _:
                 raise TiermemError(f"a saved tensor of unknown form {type(packed).__name__}")
+
+    def _push_for_this_node(self) -> None:
+        """The graph of this backward is recorded too (double backward): what the node saves of managed storage is
+        packed as well. The engine restores the thread's hooks after every node, so there is no pop.
+        """
+        top = _autograd._top_saved_tensors_default_hooks(False)
+        if top is None or top[0] is not self._pack_in_backward:
+            self._pack_in_backward, unpack = self._pair(top)
+            _autograd._push_saved_tensors_default_hooks(self._pack_in_backward, unpack)
 
     def hold(self, owner: object, bundles: list[Bundle]) -> None:
         """Lease for the node that runs now, and let go of what earlier nodes of other owners held."""

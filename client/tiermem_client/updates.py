@@ -214,35 +214,34 @@ class Updater:
         stored = [b for b in state if b.bundle_id is not None]
         blank = [b for b in state if b.bundle_id is None]  # had before anything changes, as there may be no room
         held: list[Bundle] = []
-        with self.residency.session.lock:
-            try:
-                for bundles, mode in (
-                    (parameters, Mode.UPDATE),
-                    (grads, Mode.UPDATE),
-                    (stored, Mode.UPDATE),
-                    (blank, Mode.CREATE),
-                ):
-                    self.residency.acquire(bundles, mode)
-                    held += bundles
-                shadows = self._prepare(pieces, slots)
-                members = [(taken[p.managed.parameter][0], p.shadow) for p in pieces]
-                states = {p.shadow: p.state for p in pieces}
-                with (
-                    contextlib.nullcontext() if all(states.values()) else large_blocks_mapped()
-                ):  # new state is moved out
-                    shadow_step(self.optimizer, record, members, states)
-                for bundle in parameters:
-                    bundle.written = True
-                for piece, slot, grad in zip(pieces, slots, shadows, strict=True):
-                    piece.state = states[piece.shadow]
-                    piece.shadow.grad = None
-                    if grad._version and not slot.zero:
-                        for bundle in _of_tile(slot.store.bundles, tile):
-                            bundle.written = True
-                held += self._absorb(update, pieces, tile, held)
-                self.residency.commit(held)
-            finally:
-                self.residency.release(held)
+        try:
+            for bundles, mode in (
+                (parameters, Mode.UPDATE),
+                (grads, Mode.UPDATE),
+                (stored, Mode.UPDATE),
+                (blank, Mode.CREATE),
+            ):
+                self.residency.acquire(bundles, mode)
+                held += bundles
+            shadows = self._prepare(pieces, slots)
+            members = [(taken[p.managed.parameter][0], p.shadow) for p in pieces]
+            states = {p.shadow: p.state for p in pieces}
+            with (
+                contextlib.nullcontext() if all(states.values()) else large_blocks_mapped()
+            ):  # new state is moved out
+                shadow_step(self.optimizer, record, members, states)
+            for bundle in parameters:
+                bundle.written = True
+            for piece, slot, grad in zip(pieces, slots, shadows, strict=True):
+                piece.state = states[piece.shadow]
+                piece.shadow.grad = None
+                if grad._version and not slot.zero:
+                    for bundle in _of_tile(slot.store.bundles, tile):
+                        bundle.written = True
+            held += self._absorb(update, pieces, tile, held)
+            self.residency.commit(held)
+        finally:
+            self.residency.release(held)
 
     def _prepare(self, pieces: list[Piece], slots: list[GradSlot]) -> list[torch.Tensor]:
         grads = []

@@ -67,11 +67,12 @@ class Session:
         return True
 
     def _admit(self, admit: pb.Admit) -> None:
+        name, floor_specs = codec.decode_admit(admit)
         try:
-            lane = self.job.admit(admit.lane, list(admit.floor_specs))
+            lane = self.job.admit(name, floor_specs)
         except ResourceExhausted as error:
             self._store.count_error(error)
-            self._say(pb.DaemonMessage(admitted=pb.Admitted(lane=admit.lane, code=error.code, message=str(error))))
+            self._say(pb.DaemonMessage(admitted=pb.Admitted(lane=name, code=error.code, message=str(error))))
         else:
             self._say(pb.DaemonMessage(admitted=pb.Admitted(lane=lane.name, budget_frames=lane.budget_frames)))
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import queue
 import secrets
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -17,6 +15,8 @@ import pytest
 
 from tests.integration.daemon_process import Daemon, serve, within
 from tiermem.bundle import Kind, Mode
+from tiermem.errors import Code
+from tiermem.grants.ledger import MAX_LANES, MAX_SPECS
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
@@ -95,7 +95,7 @@ class Raw:
         except grpc.RpcError as error:
             assert isinstance(error, grpc.Call)
             code = (error.details() or "").partition(":")[0]
-            return code if code.isupper() and " " not in code else str(error.code())
+            return code if code in Code.__members__ else str(error.code())
 
     def close(self) -> None:
         with suppress(ValueError):
@@ -235,7 +235,7 @@ BREAKS: dict[str, Callable[[Raw], None]] = {
     "floor of unknown specs": lambda r: r.send(admit=pb.Admit(lane="main", floor_specs=[77])),
     "floor of spec 2^32-1": lambda r: r.send(admit=pb.Admit(lane="main", floor_specs=[(1 << 32) - 1])),
     "lane with an enormous name": lambda r: r.send(admit=pb.Admit(lane=_LONG)),
-    "too many lanes": lambda r: [r.send(admit=pb.Admit(lane=f"lane {n}")) for n in range(2000)] and None,
+    "too many lanes": lambda r: [r.send(admit=pb.Admit(lane=f"lane {n}")) for n in range(MAX_LANES)] and None,
     "demand in a lane that was not admitted": lambda r: r.demand(r.bundle, Mode.READ, lane="other"),
     "demand in a lane of 4096 emoji": lambda r: r.demand(r.bundle, Mode.READ, lane="\N{GRINNING FACE}" * 4096),
     "demand in a lane with an enormous name": lambda r: r.demand(r.bundle, Mode.READ, lane=_LONG),
@@ -454,25 +454,10 @@ def test_status_of_a_job_that_does_not_run_is_not_found(daemon: Daemon, bystande
 
 
 def test_declarations_are_bounded_over_all_messages(daemon: Daemon, bystander: Raw) -> None:
-    """2^20 forms in a session, however they are spread."""
-
-    @dataclass
-    class Batch:
-        first: int
-
-        def message(self) -> pb.Declare:
-            return pb.Declare(
-                specs=[
-                    pb.Spec(spec_id=n, kind=1, nbytes=64)  # type: ignore[arg-type]
-                    for n in range(self.first, self.first + (1 << 18))
-                ]
-            )
-
+    """However they are spread."""
     with raw_session(daemon) as raw:
-        for n in range(5):
-            raw.send(declare=Batch(1 + n * (1 << 18)).message())
+        for first in range(0, MAX_SPECS + 1, 1 << 15):
+            numbers = range(first, first + (1 << 15))
+            raw.send(declare=pb.Declare(specs=[pb.Spec(spec_id=n, kind=pb.KIND_PARAM, nbytes=64) for n in numbers]))
         assert raw.ended() == "PROTOCOL"
     healthy(daemon)
-
-
-assert struct.calcsize("<Q") == 8

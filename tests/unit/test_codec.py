@@ -154,6 +154,19 @@ def test_an_empty_declaration_is_refused() -> None:
         codec.decode_specs(pb.Declare(), CAP_BYTES)
 
 
+def test_too_many_forms_at_once_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="number of specs is 65537, outside 1 .. 65536"):
+        codec.decode_specs(pb.Declare(specs=[pb.Spec()] * 65537), CAP_BYTES)
+
+
+def test_an_admission_arrives_or_is_refused() -> None:
+    assert codec.decode_admit(wire(pb.Admit(lane="main", floor_specs=[3, 3, 2**32 - 1]))) == ("main", [3, 3, 2**32 - 1])
+    with pytest.raises(ProtocolError, match="admit.lane: a name of 4097"):
+        codec.decode_admit(pb.Admit(lane="m" * 4097))
+    with pytest.raises(ProtocolError, match="admit.floor_specs: number of specs is 1048577"):
+        codec.decode_admit(pb.Admit(lane="main", floor_specs=[1] * (2**20 + 1)))
+
+
 @pytest.mark.parametrize(
     ("first", "count"), [(FRAMES, 1), (0, FRAMES + 1), (FRAMES - 1, 2), (3, 0), (2**32 - 1, 2**32 - 1)]
 )

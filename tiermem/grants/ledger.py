@@ -9,29 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tiermem.allocator import FrameAllocator
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.errors import Code, ProtocolError, ResourceExhausted, TiermemError
 from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
 from tiermem.grants.messages import ClientBody, Commit, Demand, Discard, Done, Grant, Refuse
-from tiermem.grants.pins import OpenDemand, Pin, Pins
+from tiermem.grants.pins import Lane, OpenDemand, Pin, Pins
 from tiermem.grants.room import choose_evictions, flash_frames
 from tiermem.placement.base import Placement
 from tiermem.residency import FRAMED, IN_TRANSFER, RESIDENT, BundleRecord, Event, State
 from tiermem.stats import EvictReason, StallCause
 from tiermem.units import format_size
 
-
-@dataclass(slots=True)
-class Lane:
-    """One access stream. `budget` frames are its own; `epoch` is the client's newest."""
-
-    name: str
-    budget_frames: int
-    floor_frames: int
-    epoch: int = 0
+MAX_SPECS = 1 << 18  # in a session
+MAX_LANES = 64
 
 
 class GrantLedger:
@@ -74,18 +66,24 @@ class GrantLedger:
     # -- declarations
 
     def declare(self, specs: list[BundleSpec]) -> None:
-        """Register forms of bundles. Raises ProtocolError for a number that is taken; nothing is changed then."""
+        """Register forms of bundles. Raises ProtocolError for a number that is taken, and beyond `MAX_SPECS` of them;
+        nothing is changed then.
+        """
         new: dict[int, BundleSpec] = {}
         for spec in specs:
             if spec.spec_id in self.specs or spec.spec_id in new:
                 raise ProtocolError(f"spec {spec.spec_id} is declared twice")
             new[spec.spec_id] = spec
+        if len(self.specs) + len(new) > MAX_SPECS:
+            raise ProtocolError(f"{len(self.specs) + len(new)} specs are declared, the most are {MAX_SPECS}")
         self.specs.update(new)
 
     def admit(self, name: str, floor_specs: list[int]) -> Lane:
         """Own a budget for a lane whose largest set used together is `floor_specs`. Raises ResourceExhausted naming the
         set.
         """
+        if name not in self.lanes and len(self.lanes) == MAX_LANES:
+            raise ProtocolError(f"lane {name!r} would be one more than {MAX_LANES}")
         specs = [self._spec(spec_id) for spec_id in floor_specs]
         floor = sum(self._frames_for(spec.nbytes) for spec in specs)
         others = sum(lane.budget_frames for lane in self.lanes.values() if lane.name != name)

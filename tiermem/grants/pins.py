@@ -1,4 +1,4 @@
-"""Who may use which bundle: the grants that are out, and the demands that wait. Pure look-ups for the ledger."""
+"""Who may use which bundle: lanes, the grants that are out, the demands that wait. Pure look-ups for the ledger."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ class Pin:
     lane: str
     bundle: int
     mode: Mode
+
+
+@dataclass(slots=True)
+class Lane:
+    """One access stream. `budget` frames are its own; `epoch` is the client's newest."""
+
+    name: str
+    budget_frames: int
+    floor_frames: int
+    epoch: int = 0
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from tiermem.rpc.v1 import tiermem_pb2 as pb
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 16 << 20
-_MAX_SPECS = 1 << 20
+_MAX_SPECS = 1 << 16  # in one message: the event loop decodes it at one go
+_MAX_FLOOR = 1 << 20
 _MAX_TENSORS = 1 << 16
 _MAX_NAME = 4096
 _MAX_DIMENSIONS = 64
@@ -123,6 +124,12 @@ def decode_specs(declare: pb.Declare, cap_bytes: int) -> list[BundleSpec]:
     """Raises ProtocolError for sizes that are negative, beyond the bundle cap, or tensors that leave their bundle."""
     _in_range(len(declare.specs), 1, _MAX_SPECS, "number of specs")
     return [_decode_spec(s, cap_bytes) for s in declare.specs]
+
+
+def decode_admit(admit: pb.Admit) -> tuple[str, list[int]]:
+    """Lane and floor. Raises ProtocolError for a name or a floor that is too long."""
+    _in_range(len(admit.floor_specs), 0, _MAX_FLOOR, "admit.floor_specs: number of specs")
+    return _name(admit.lane, "admit.lane"), list(admit.floor_specs)
 
 
 def _decode_spec(spec: pb.Spec, cap_bytes: int) -> BundleSpec:

@@ -24,10 +24,17 @@ _STATUS: dict[Code, grpc.StatusCode] = {
     Code.PROTOCOL: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
+_MAX_DETAILS_BYTES = 2000
+
 
 def status_for(error: TiermemError) -> tuple[grpc.StatusCode, str]:
-    """Status and details; the details begin with the stable code, so that the peer can rebuild the type."""
-    return _STATUS[error.code], f"{error.code}: {error}"
+    """Status and details; the details begin with the stable code, so that the peer can rebuild the type.
+
+    They are cut where gRPC, which percent-encodes them in a trailer of limited size, would lose status and all.
+    """
+    details = f"{error.code}: {error}".encode(errors="replace")
+    cut = details if len(details) <= _MAX_DETAILS_BYTES else details[:_MAX_DETAILS_BYTES] + b" ..."
+    return _STATUS[error.code], cut.decode(errors="ignore")
 
 
 def error_from_rpc(error: grpc.RpcError) -> TiermemError:
