@@ -169,7 +169,8 @@ class TensorStore:
             with self._lock:
                 if self._jobs.pop(store.job, None) is store:
                     self._ended = self._ended.plus([store.snapshot()], reason)
-                self._reserved.pop(store.job, None)
+        with self._lock:  # not after an error: transfers still use the arena, so its bytes stay taken
+            self._reserved.pop(store.job, None)
         _log.info("job %r of pid %d ended: %s", store.job, store.pid, reason)
 
     def count_error(self, error: TiermemError) -> None:

@@ -10,6 +10,7 @@ import os
 import sys
 import weakref
 from pathlib import Path
+from typing import TYPE_CHECKING, overload
 
 import psutil
 import torch
@@ -28,6 +29,7 @@ from tiermem_client.floors import main_floor
 from tiermem_client.grads import GradBook, GradHandle
 from tiermem_client.guard import GuardBook
 from tiermem_client.heap import trim_heap
+from tiermem_client.integrations import resolve
 from tiermem_client.job import Job, close_all, remember
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
@@ -39,6 +41,9 @@ from tiermem_client.unit_hooks import UnitHooks
 from tiermem_client.units import ManagedStorage, Unit, build_groups, collect_storages, discover_units
 from tiermem_client.updates import Updater
 
+if TYPE_CHECKING:
+    import transformers
+
 _log = logging.getLogger("tiermem.attach")
 _DEFAULT_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 60.0
@@ -46,8 +51,33 @@ _numbers = itertools.count(1)
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached now
 
 
+@overload
 def attach(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    dram: int | str | None = None,
+    flash: str | os.PathLike[str] | None = None,
+    job: str | None = None,
+    endpoint: str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+) -> Job: ...
+
+
+@overload
+def attach(
+    model: transformers.Trainer,
+    *,
+    dram: int | str | None = None,
+    flash: str | os.PathLike[str] | None = None,
+    job: str | None = None,
+    endpoint: str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+) -> Job: ...
+
+
+def attach(
+    model: nn.Module | transformers.Trainer,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     dram: int | str | None = None,
@@ -58,6 +88,9 @@ def attach(
 ) -> Job:
     """Put a model's parameters, gradients and optimizer state into the tiered store; the training loop stays as it is.
 
+    `model`: a module, or a transformers `Trainer`, whose model and optimizer are then taken (the optimizer is made now,
+    by the Trainer, where it has none). Of an optimizer that accelerate has prepared the one inside is taken.
+
     `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all
     that the state needs, if less; with a service its default share). `flash`: with an embedded daemon a directory, with
     a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
@@ -67,10 +100,7 @@ def attach(
     Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
     floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.
     """
-    if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"attach expects a torch.nn.Module, not {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgument(f"attach expects a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    model, optimizer = resolve(model, optimizer)
     units = discover_units(model)
     if not units:
         raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
@@ -256,7 +286,7 @@ def _adopt(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None)
                 managed.parameter.grad = job.book.put(managed, grad)
     job.book.settle()
     if job.updater is not None:
-        job.updater.adopt()
+        job.updater.shown.adopt()
 
 
 def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
@@ -272,8 +302,8 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     if optimizer is not None and job.updater is not None:
         job.undo.append(job.updater.install())
         job.undo.append(OptimizerCheckpoints(job.residency, job.updater, copies).install(optimizer))
-        job.updater.on_state = guards.cover
-        job.updater.show_all()
+        job.updater.shown.on_state = guards.cover
+        job.updater.shown.show_all()
     for storage in job.storages.values():
         assert storage.group is not None
         for managed in storage.parameters:

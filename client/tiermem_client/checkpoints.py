@@ -163,8 +163,8 @@ class OptimizerCheckpoints:
 
     def private_state(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values with every stored tensor replaced by a copy."""
-        bundles = self._updater.state_bundles_of(parameter)
-        addresses = self._updater.state_addresses_of(parameter)
+        bundles = self._updater.shown.bundles_of(parameter)
+        addresses = self._updater.shown.addresses_of(parameter)
         self._residency.acquire(bundles, Mode.READ)
         try:
             return {
@@ -175,4 +175,4 @@ class OptimizerCheckpoints:
             self._residency.release(bundles)
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        self._updater.adopt()
+        self._updater.shown.adopt()

@@ -144,7 +144,7 @@ class Job:
                     managed.parameter.grad = handle.read().clone()
         self.book.settle()
         if self.updater is not None:
-            self.updater.give_back()
+            self.updater.shown.give_back(self.updater.interrupted)
         while self.adopted:
             group = self.adopted[-1].group
             assert group is not None

@@ -155,15 +155,15 @@ def test_an_empty_declaration_is_refused() -> None:
 
 
 def test_too_many_forms_at_once_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="number of specs is 65537, outside 1 .. 65536"):
+    with pytest.raises(ProtocolError, match="number of specs is 65537"):
         codec.decode_specs(pb.Declare(specs=[pb.Spec()] * 65537), CAP_BYTES)
 
 
 def test_an_admission_arrives_or_is_refused() -> None:
     assert codec.decode_admit(wire(pb.Admit(lane="main", floor_specs=[3, 3, 2**32 - 1]))) == ("main", [3, 3, 2**32 - 1])
-    with pytest.raises(ProtocolError, match="admit.lane: a name of 4097"):
+    with pytest.raises(ProtocolError, match=r"admit\.lane: a name of 4097"):
         codec.decode_admit(pb.Admit(lane="m" * 4097))
-    with pytest.raises(ProtocolError, match="admit.floor_specs: number of specs is 1048577"):
+    with pytest.raises(ProtocolError, match=r"admit\.floor_specs: number of specs is 1048577"):
         codec.decode_admit(pb.Admit(lane="main", floor_specs=[1] * (2**20 + 1)))
 
 
