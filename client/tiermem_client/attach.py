@@ -57,7 +57,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     dram: int | str | None = None,
-    flash: str | os.PathLike[str] | None = None,
+    flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
@@ -69,7 +69,7 @@ def attach(
     model: transformers.Trainer,
     *,
     dram: int | str | None = None,
-    flash: str | os.PathLike[str] | None = None,
+    flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
@@ -81,7 +81,7 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     dram: int | str | None = None,
-    flash: str | os.PathLike[str] | None = None,
+    flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
@@ -162,7 +162,7 @@ def _probe(
 
 def _open(
     dram: int | str | None,
-    flash: str | os.PathLike[str] | None,
+    flash: int | str | os.PathLike[str] | None,
     job: str | None,
     endpoint: str | os.PathLike[str] | None,
     timeout_s: float | None,
@@ -171,17 +171,19 @@ def _open(
 ) -> tuple[Session, EmbeddedDaemon | None, str]:
     environ = os.environ
     silence_s = _timeout(timeout_s)
-    dram_bytes = 0 if dram is None else parse_size(dram)
+    dram_bytes = 0 if dram is None else _size("dram", dram)
     socket = resolve_endpoint(endpoint, environ)
     name = job or f"{Path(sys.argv[0] or 'python').stem or 'python'}-{os.getpid()}-{next(_numbers)}"
     daemon, flash_bytes = None, 0
     if socket is None:
         dram_bytes = dram_bytes or _default_dram_bytes(storages, forms)
         arena_layout(dram_bytes)  # raises for sizes that make no arena, before a process is started
+        if isinstance(flash, int):
+            raise InvalidArgument(f"flash={flash} is a size; an embedded daemon needs a directory, flash='DIR[:SIZE]'")
         daemon = EmbeddedDaemon(dram_bytes, None if flash is None else os.fspath(flash), environ, _START_TIMEOUT_S)
         socket = daemon.socket
     elif flash is not None:
-        flash_bytes = parse_size(os.fspath(flash))
+        flash_bytes = _size("flash", flash if isinstance(flash, int) else os.fspath(flash))
     try:
         connection = dial(socket, silence_s)
         try:
@@ -193,6 +195,14 @@ def _open(
         if daemon is not None:
             daemon.stop()
         raise
+
+
+def _size(name: str, value: int | str) -> int:
+    """Zero is no size: the protocol's zero means the default, which is asked for by leaving the argument out."""
+    size = parse_size(value)
+    if size == 0:
+        raise InvalidArgument(f"{name}={value!r} is no room at all; give a size above zero, or leave it out")
+    return size
 
 
 def _timeout(timeout_s: float | None) -> float:
@@ -253,7 +263,7 @@ def _build(
         job.updater = Updater(optimizer, residency, job.book, [g for u in units for g in u.groups], forms)
     frame_bytes = session.opened.frame_bytes
     floor = main_floor(units, job.book, job.updater, lambda n: max(1, -(-n // frame_bytes)))
-    session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
+    residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
 
 
 def _parameters_used(module: nn.Module, unit: Unit, units: list[Unit]) -> list[nn.Parameter]:

@@ -4,6 +4,7 @@ trainer's life.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
@@ -20,6 +21,8 @@ from tiermem.errors import DaemonUnavailable, error_for
 from tiermem.units import format_size
 
 _log = logging.getLogger("tiermem.embedded")
+_LOCK_NAME = "tiermem.lock"  # of a flash directory; the trainer does not load the tiers, which name it too
+_START_GRACE_S = 120.0
 
 
 def default_flash_directory(environ: Mapping[str, str]) -> Path:
@@ -31,6 +34,25 @@ def default_flash_directory(environ: Mapping[str, str]) -> Path:
         return Path(root).expanduser()
     cache = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(cache) / "tiermem" / "flash"
+
+
+def _reclaim(parent: Path) -> None:
+    """Remove private directories whose trainer and daemon were killed together. The lock proves that no daemon lives,
+    the age that none is about to start.
+    """
+    for directory in parent.glob("job-*-*"):
+        try:
+            if time.time() - directory.stat().st_mtime < _START_GRACE_S:
+                continue
+            with open(directory / _LOCK_NAME, "rb") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory)
+        except BlockingIOError:  # its daemon lives
+            continue
+        except OSError as error:
+            _log.warning("%s cannot be looked at or removed: %s", directory, error)
+        else:
+            _log.warning("removed %s, left by a trainer and a daemon that were killed", directory)
 
 
 class EmbeddedDaemon:
@@ -51,6 +73,7 @@ class EmbeddedDaemon:
             parent = default_flash_directory(environ)
             try:
                 parent.mkdir(parents=True, exist_ok=True)
+                _reclaim(parent)
                 self._private_flash = Path(tempfile.mkdtemp(prefix=f"job-{os.getpid()}-", dir=parent))
             except OSError as error:
                 shutil.rmtree(self._directory, ignore_errors=True)

@@ -283,7 +283,7 @@ def _set_data(tensor: Any, value: Any) -> None:
         raise Unsupported(
             f"a managed tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device} is assigned data of "
             f"shape {tuple(value.shape)}, {value.dtype} on {value.device}; "
-            "convert the model before attach, or detach() first"
+            "convert or resize the model before attach, or detach() first"
         )
     version = tensor._version
     with torch.no_grad():

@@ -103,6 +103,7 @@ class Job:
         with self.residency.session.lock:
             self.residency.run_unreferenced()
             self.book.settle()
+            self.residency.release_idle()
 
     def detach(self) -> None:
         """Bring every parameter, gradient and state tensor into ordinary memory, remove all hooks and end the session.

@@ -61,7 +61,7 @@ class StateStore:
 
     @property
     def stored(self) -> bool:
-        return bool(self.sets) and self.sets[0][0].bundle_id is not None
+        return bool(self.sets) and self.sets[0][0].stored
 
     def fits(self, forms: dict[nn.Parameter, tuple[StateForm, ...]]) -> bool:
         """Whether the places are those that these forms need."""

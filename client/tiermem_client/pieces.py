@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem_client.optimizer_state import StateStore
+from tiermem_client.optimizer_state import StateStore, is_large
 from tiermem_client.residency import Bundle
 from tiermem_client.shadow import OptimizerForm
 from tiermem_client.storage_swap import alias
@@ -25,10 +25,17 @@ class Piece:
     tile: int
     shadow: nn.Parameter
     state: dict[str, Any] = field(default_factory=dict)
+    stored: dict[str, torch.Tensor] = field(default_factory=dict)  # the large ones of `state` that are in the store
 
     @property
     def whole(self) -> bool:
         return self.tile < 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether every large state tensor is in the store: the usual case after the first step."""
+        large = {k: v for k, v in self.state.items() if is_large(self.shadow, v)}
+        return large.keys() == self.stored.keys() and all(v is self.stored[k] for k, v in large.items())
 
     def grad_view(self, real: torch.Tensor) -> torch.Tensor:
         return real if self.whole else real.view(-1)[self.first : self.first + self.count]

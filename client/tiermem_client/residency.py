@@ -2,6 +2,11 @@
 
 A bundle is readable exactly while it is leased; otherwise its addresses are PROT_NONE. Everything here is guarded by
 the session's lock, the client lock; waiting for the daemon releases it, so state is looked at again afterwards.
+
+[Note: idle leases] Where all declared bundles fit into the lane's budget together, nothing will ever have to leave,
+and a lease that nobody holds is kept: it costs no message and no page move to take it up again. What was written under
+it is committed when it ends. A bundle that is discarded under such a lease is only *blank*: creating it again asks
+nobody.
 """
 
 from __future__ import annotations
@@ -34,7 +39,13 @@ class Bundle:
     lease: Lease | None = None
     holders: int = 0
     written: bool = False
+    blank: bool = False
     asking: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """Whether it holds bytes that mean something."""
+        return self.bundle_id is not None and not self.blank
 
     @property
     def address(self) -> int:
@@ -64,7 +75,10 @@ class Residency:
 
     session: Session
     stats: ResidencyStats = field(default_factory=ResidencyStats)
+    budget_frames: int = 0  # 0 until admitted
     _specs: int = 0
+    _declared_frames: int = 0
+    _idle: dict[Bundle, None] = field(default_factory=dict)
     _unreferenced: deque[Callable[[], None]] = field(default_factory=deque)
 
     def new_bundles(self, requests: Sequence[tuple[Kind, str, int, tuple[TensorSpec, ...]]]) -> list[Bundle]:
@@ -82,8 +96,25 @@ class Residency:
                 self._specs += 1
                 bundles.append(Bundle(BundleSpec(self._specs, kind, unit, nbytes, tensors), range_, offset))
                 offset += nbytes
+                self._declared_frames += self._frames(nbytes)
+            if not self.keeps_idle:
+                self.release_idle()
             self.session.declare([bundle.spec for bundle in bundles])
             return bundles
+
+    @property
+    def keeps_idle(self) -> bool:
+        """Whether everything that is declared fits, so that leases may idle."""
+        return self._declared_frames <= self.budget_frames
+
+    def _frames(self, nbytes: int) -> int:
+        return max(1, -(-nbytes // self.session.opened.frame_bytes))
+
+    def release_idle(self) -> None:
+        """End every lease that nobody holds."""
+        with self.session.lock:
+            idle, self._idle = list(self._idle), {}
+            self._end(idle)
 
     def acquire(self, bundles: Iterable[Bundle], mode: Mode) -> None:
         """Lease each bundle in READ, UPDATE or CREATE mode, one holder more. On an error none of them is held."""
@@ -103,9 +134,12 @@ class Residency:
             self.session.lock.wait(1.0)
             if not self.session.alive:
                 break
-        if bundle.lease is not None and bundle.lease.mode.covers(mode):
+        wanted = Mode.UPDATE if bundle.blank and mode == Mode.CREATE else mode
+        if bundle.lease is not None and bundle.lease.mode.covers(wanted):
             self.stats.local += 1
             bundle.holders += 1
+            self._idle.pop(bundle, None)
+            bundle.blank = bundle.blank and mode != Mode.CREATE
             return
         create = bundle.bundle_id is None
         if create and mode != Mode.CREATE:
@@ -122,6 +156,7 @@ class Residency:
             self.session.address_space.map(bundle.range, bundle.offset_bytes, lease.grant.runs)
         bundle.lease, bundle.bundle_id, bundle.version = lease, lease.grant.bundle, lease.grant.version
         bundle.holders += 1
+        self._idle.pop(bundle, None)
         if old is not None:  # an upgrade: the reading lease of the same frames ends
             self.session.done(old.grant.serial)
 
@@ -148,9 +183,16 @@ class Residency:
             self.session.commit(updated)
             self.stats.commits += 1
 
+    def conclude(self, bundles: Iterable[Bundle]) -> None:
+        """A transaction ends: commit it, unless its leases may idle; then they stay writable, and it is committed when
+        they end.
+        """
+        if not self.keeps_idle:
+            self.commit(bundles)
+
     def release(self, bundles: Iterable[Bundle]) -> None:
-        """One holder less; the last one commits what was written and ends the lease, and the addresses are PROT_NONE
-        again.
+        """One holder less. When nobody is left, the lease idles where all fits; otherwise what was written is
+        committed, the lease ends, and the addresses are PROT_NONE again.
         """
         with self.session.lock:
             ended = []
@@ -159,17 +201,26 @@ class Residency:
                 assert bundle.holders >= 0, f"{bundle.spec} is released more often than acquired"
                 if bundle.holders == 0 and bundle.lease is not None:
                     ended.append(bundle)
-            if not self.session.alive:  # nothing can be sent any more, and nothing that was written is lost by us
-                return
-            self.commit(ended)
-            for bundle in ended:
-                lease = bundle.lease
-                assert lease is not None
-                self.session.address_space.unmap(bundle.range, bundle.offset_bytes, lease.grant.runs)
-                bundle.lease = None
-                self.session.done(lease.grant.serial)
-                if bundle.version == 0:  # created, but nothing was written: the store has forgotten it
-                    bundle.bundle_id = None
+            if self.keeps_idle:
+                self._idle.update(dict.fromkeys(ended))
+            else:
+                self._end(ended)
+
+    def _end(self, bundles: list[Bundle]) -> None:
+        if not self.session.alive:  # nothing can be sent any more, and nothing that was written is lost by us
+            return
+        self.commit(bundles)
+        for bundle in bundles:
+            lease = bundle.lease
+            assert lease is not None
+            self.session.address_space.unmap(bundle.range, bundle.offset_bytes, lease.grant.runs)
+            bundle.lease = None
+            self.session.done(lease.grant.serial)
+            if bundle.version == 0:  # created, but nothing was written: the store has forgotten it
+                bundle.bundle_id, bundle.blank = None, False
+            elif bundle.blank:
+                self.session.discard([self._id(bundle)])
+                bundle.bundle_id, bundle.version, bundle.blank = None, 0, False
 
     def discard(self, bundles: Iterable[Bundle]) -> None:
         """Free bundles that nobody holds; they may be created again. Bundles without bytes are passed over."""
@@ -177,17 +228,28 @@ class Residency:
             gone = []
             for bundle in bundles:
                 assert bundle.holders == 0, f"{bundle.spec} is discarded while it is held"
+                if bundle in self._idle and bundle.writable:
+                    bundle.blank, bundle.written = True, False
+                    continue
+                if bundle in self._idle:
+                    del self._idle[bundle]
+                    self._end([bundle])
                 if bundle.bundle_id is not None:
                     gone.append(bundle.bundle_id)
-                    bundle.bundle_id, bundle.version = None, 0
+                    bundle.bundle_id, bundle.version, bundle.blank = None, 0, False
             if gone and self.session.alive:
                 self.session.discard(gone)
 
     def free_range(self, bundles: Sequence[Bundle]) -> None:
         """Give the addresses of discarded bundles back; they share one range."""
         with self.session.lock:
+            idle = [bundle for bundle in bundles if bundle in self._idle]
+            for bundle in idle:
+                del self._idle[bundle]
+            self._end(idle)
             if bundles:
                 self.session.address_space.release(bundles[0].range)
+                self._declared_frames -= sum(self._frames(bundle.spec.nbytes) for bundle in bundles)
 
     def later(self, action: Callable[[], None]) -> None:
         """Run `action` under the lock at the next acquire. For finalizers, which may run anywhere, also inside a

@@ -52,8 +52,9 @@ def shadow_step(
     twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", *_CAPTURED)})
     twin.__dict__.update(record.attributes)
     twin.state = defaultdict(dict, {p: s for p, s in state.items() if s})
-    twin.param_groups = [
-        dict(group, params=[p for index, p in members if index == i]) for i, group in enumerate(record.groups)
+    twin.param_groups = [  # own tensors: a counter that the step changes in place is one step further for every shadow
+        {**{k: _clone(v) for k, v in group.items()}, "params": [p for index, p in members if index == i]}
+        for i, group in enumerate(record.groups)
     ]
     with own_modes():
         plain_step(type(optimizer))(twin)

@@ -66,7 +66,7 @@ class ShownState:
         }
         if not present:
             for piece in update.pieces:
-                piece.state = {}
+                piece.state, piece.stored = {}, {}
             return
         forms = {p: forms_of(p, values) for p, values in present.items()}
         known = {p: tuple(place.form for place in places.values()) for p, places in update.store.places.items()}
@@ -74,18 +74,18 @@ class ShownState:
             update.store.build({**known, **{p: fs for p, fs in forms.items() if fs}}, self.residency)
         for batch in update.batches(update.pieces):
             bundles = update.bundles_of_state(batch[0].tile) if any(forms.values()) else []
-            fresh = [b for b in bundles if b.bundle_id is None]
-            old = [b for b in bundles if b.bundle_id is not None]
+            fresh = [b for b in bundles if not b.stored]
+            old = [b for b in bundles if b.stored]
             self.residency.acquire(fresh, Mode.CREATE)
             self.residency.acquire(old, Mode.UPDATE)
             for piece in batch:
-                piece.state = {}
+                piece.state, piece.stored = {}, {}
                 for key, value in present.get(piece.managed.parameter, {}).items():
                     if is_large(piece.managed.parameter, value):
                         part = value if piece.whole else value.reshape(-1)[piece.first : piece.first + piece.count]
                         view = piece.state_view(update.store, key, part)
                         view.copy_(part)
-                        piece.state[key] = view
+                        piece.state[key] = piece.stored[key] = view
                     else:
                         piece.state[key] = value.clone() if isinstance(value, torch.Tensor) else value
             for bundle in bundles:
@@ -120,11 +120,7 @@ class ShownState:
         for update in self.updates:
             places = update.store.places.get(parameter)
             if places:
-                return [
-                    b
-                    for b in dict.fromkeys(b for place in places.values() for b in place.bundles)
-                    if b.bundle_id is not None
-                ]
+                return [b for b in dict.fromkeys(b for place in places.values() for b in place.bundles) if b.stored]
         return []
 
     def addresses_of(self, parameter: nn.Parameter) -> frozenset[int]:

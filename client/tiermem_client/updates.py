@@ -163,8 +163,8 @@ class Updater:
         parameters = of_tile(update.group.bundles, tile)
         grads = list(dict.fromkeys(b for slot in slots if not slot.zero for b in of_tile(slot.store.bundles, tile)))
         state = update.bundles_of_state(tile)
-        stored = [b for b in state if b.bundle_id is not None]
-        blank = [b for b in state if b.bundle_id is None]  # had before anything changes, as there may be no room
+        stored = [b for b in state if b.stored]
+        blank = [b for b in state if not b.stored]  # had before anything changes, as there may be no room
         held: list[Bundle] = []
         try:
             for bundles, mode in (
@@ -175,7 +175,8 @@ class Updater:
             ):
                 self.residency.acquire(bundles, mode)
                 held += bundles
-            shadows = self._prepare(pieces, slots)
+            grads_now = self._prepare(pieces, slots)
+            versions = [grad._version for grad in grads_now]
             members = [(taken[p.managed.parameter][0], p.shadow) for p in pieces]
             states = {p.shadow: p.state for p in pieces}
             fresh = not all(states.values())  # new state is anonymous until it has been moved
@@ -183,14 +184,14 @@ class Updater:
                 shadow_step(self.optimizer, record, members, states)
             for bundle in parameters:
                 bundle.written = True
-            for piece, slot, grad in zip(pieces, slots, shadows, strict=True):
+            for piece, slot, grad, version in zip(pieces, slots, grads_now, versions, strict=True):
                 piece.state = states[piece.shadow]
                 piece.shadow.grad = None
-                if grad._version and not slot.zero:
+                if grad._version != version and not slot.zero:
                     for bundle in of_tile(slot.store.bundles, tile):
                         bundle.written = True
             held += self._absorb(update, pieces, tile, held)
-            self.residency.commit(held)
+            self.residency.conclude(held)
         finally:
             self.residency.release(held)
 
@@ -208,6 +209,11 @@ class Updater:
         written.
         """
         store = update.store
+        if all(piece.settled for piece in pieces):
+            if any(piece.stored for piece in pieces):
+                for bundle in update.bundles_of_state(tile):
+                    bundle.written = True
+            return []
         forms = store.places
         needed = {p.managed.parameter: forms_of(p.shadow, p.state) for p in pieces}
         if any(
@@ -216,7 +222,7 @@ class Updater:
             if fs
         ):
             self._rebuild(update, needed, held)
-        created = [b for b in update.bundles_of_state(tile) if b.bundle_id is None] if any(needed.values()) else []
+        created = [b for b in update.bundles_of_state(tile) if not b.stored] if any(needed.values()) else []
         self.residency.acquire(created, Mode.CREATE)
         for piece in pieces:
             for key, value in piece.state.items():
@@ -225,6 +231,7 @@ class Updater:
                     if value.data_ptr() != view.data_ptr():
                         view.copy_(value)
                         piece.state[key] = view
+                    piece.stored[key] = piece.state[key]
         if any(needed.values()):
             for bundle in update.bundles_of_state(tile):
                 bundle.written = True
@@ -233,9 +240,10 @@ class Updater:
     def _rebuild(self, update: GroupUpdate, needed: dict[nn.Parameter, tuple[Any, ...]], held: list[Bundle]) -> None:
         """The state has another form than was known: take all of it out, and make room for what there is now."""
         old = update.store.bundles
-        leased = [b for b in old if b not in held and b.bundle_id is not None]
+        leased = [b for b in old if b not in held and b.stored]
         self.residency.acquire(leased, Mode.READ)
         for piece in update.pieces:
+            piece.stored = {}
             piece.state = {k: v.clone() if is_large(piece.shadow, v) else v for k, v in piece.state.items()}
         self.residency.commit([b for b in held if b in old])
         self.residency.release([*leased, *(b for b in held if b in old)])

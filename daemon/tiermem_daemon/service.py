@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from tiermem import __version__
 from tiermem.errors import AccessDenied, InvalidArgument, ProtocolError, TiermemError
@@ -88,6 +89,8 @@ class TierMemService(pb_grpc.TierMemServicer):
             first = await anext(requests)
         except StopAsyncIteration:
             raise ProtocolError("the stream ended before Open") from None
+        except DecodeError as error:
+            raise ProtocolError(f"the first message cannot be decoded: {error}") from error
         if first.WhichOneof("body") != "open":
             raise ProtocolError(f"the first message of a session is Open, not {first.WhichOneof('body')!r}")
         ask = first.open
@@ -139,7 +142,8 @@ class TierMemService(pb_grpc.TierMemServicer):
                 if not session.handle(message):
                     session.end("closed")
                     return
-        except ProtocolError as error:
+        except (ProtocolError, DecodeError) as cause:
+            error = cause if isinstance(cause, ProtocolError) else ProtocolError(f"an undecodable message: {cause}")
             self._store.count_error(error)
             _log.warning("job %r: session closed: %s", session.job.job, error)
             failure.append(error)

@@ -292,6 +292,22 @@ def trainer(script: str, directory: Path, environ: Mapping[str, str] | None = No
         process.stdout.close()
 
 
+def torch_exit_s(directory: Path) -> float:
+    """What a training process without tiermem needs to end here and now: seconds on a machine under load."""
+    script = """
+    model, optimizer, data = make()
+    train(model, optimizer, data)
+    say("ready")
+    input()
+    """
+    with trainer(script, directory) as plain:
+        plain.expect("ready")
+        ending_s = time.monotonic()
+        plain.tell()
+        assert plain.wait() == 0, plain.errors
+        return time.monotonic() - ending_s
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:

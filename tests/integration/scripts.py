@@ -73,7 +73,11 @@ class NoLists(nn.Module):
 
 @dataclass
 class Script:
-    """One training script. `between` runs after every step with what a script has at hand; its result is compared."""
+    """One training script. `between` runs after every step with what a script has at hand; its result is compared.
+
+    `autocast` is under `autocast_dtype`; `scaler` makes the second step's loss infinite; `backward` replaces
+    `loss.backward()`.
+    """
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
@@ -84,7 +88,9 @@ class Script:
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     between: Callable[[int, nn.Module, torch.optim.Optimizer, Any], Any] | None = None
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
     autocast: bool = False
+    autocast_dtype: torch.dtype = torch.bfloat16
     scaler: bool = False
     dtype: torch.dtype = torch.float32
     warm_steps: int = 0
@@ -118,40 +124,48 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, VOCAB, (3, 10), generator=generator)
 
 
-def run(script: Script, attached: bool, flash: str) -> Seen:
-    """The same script, with or without the one line."""
+def run(script: Script, attached: bool, flash: str = "", endpoint: str = "embedded") -> Seen:
+    """The same script, with or without the one line. `flash`: a directory for an embedded daemon, else unused."""
+    training = begin(script)
+    training.steps(script.warm_steps)
+    if attached:
+        options = {"flash": flash} if endpoint == "embedded" else {}
+        with managed(training, endpoint=endpoint, **options):
+            training.steps(script.steps)
+    else:
+        training.steps(script.steps)
+    return training.finish()
+
+
+def begin(script: Script) -> Training:
+    """Model, optimizer and data as the script makes them; always the same ones."""
     torch.manual_seed(0)
     model = script.model().to(script.dtype)
-    optimizer = script.optimizer(model)
-    seen, data = Seen(), batches(1)
-    loop = _Loop(script, model, optimizer, seen, data)
-    loop.steps(script.warm_steps)
-    job = (
-        tiermem.attach(model, optimizer, dram=script.dram, flash=flash, endpoint="embedded", **script.attach_options)
-        if attached
-        else None
+    return Training(script, model, script.optimizer(model), Seen(), batches(1))
+
+
+@contextlib.contextmanager
+def managed(training: Training, **options: Any) -> Iterator[tiermem.Job]:
+    """The training is attached; at the end its statistics are kept and it is detached."""
+    script = training.script
+    job = tiermem.attach(
+        training.model, training.optimizer, dram=script.dram, **{**options, **script.attach_options}
     )
     try:
-        loop.steps(script.steps)
-        if job is not None:
-            job.flush()
-            seen.stats = job.stats()
-            assert seen.stats.leases == 0, "leases are held between steps"
+        yield job
+        job.flush()
+        training.seen.stats = job.stats()
+        assert training.seen.stats.leases == 0, "leases are held between steps"
     except BaseException:
-        if job is not None:
-            job.close()
+        job.close()
         raise
-    if job is not None:
-        job.detach()
-    seen.parameters = {n: p.detach().clone() for n, p in model.named_parameters()}
-    seen.buffers = {n: b.clone() for n, b in model.named_buffers()}
-    seen.state = copy.deepcopy(optimizer.state_dict())
-    seen.rng = torch.get_rng_state()
-    return seen
+    job.detach()
 
 
 @dataclass
-class _Loop:
+class Training:
+    """A script that runs."""
+
     script: Script
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -173,17 +187,17 @@ class _Loop:
         script, scaler = self.script, self.scaler
         self.optimizer.zero_grad(set_to_none=script.set_to_none)
         for _ in range(script.microbatches):
-            with torch.autocast("cpu", torch.bfloat16) if script.autocast else contextlib.nullcontext():
+            with torch.autocast("cpu", script.autocast_dtype) if script.autocast else contextlib.nullcontext():
                 loss = (script.loss or default_loss)(self.model, next(self.data)) / script.microbatches
             if scaler is not None and self.done == 1:
                 loss = loss * float("inf")
-            (scaler.scale(loss) if scaler is not None else loss).backward()
+            script.backward(scaler.scale(loss) if scaler is not None else loss)
             self.seen.losses.append(loss.detach().clone())
-        if scaler is not None:
+        if scaler is not None and script.clip is not None:
             scaler.unscale_(self.optimizer)
         if script.clip is not None:
             self.seen.extra.append(copy.deepcopy(script.clip(self.model)))
-        self.seen.grads.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
+        self.seen.grads.append(gradients(self.model))
         if scaler is not None:
             scaler.step(self.optimizer)
             scaler.update()
@@ -193,6 +207,20 @@ class _Loop:
             self.schedule.step()
         if script.between is not None:
             self.seen.extra.append(script.between(self.done, self.model, self.optimizer, self.data))
+
+    def finish(self) -> Seen:
+        """All that there is to compare. After `managed`: of ordinary tensors."""
+        seen = self.seen
+        seen.parameters = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        seen.buffers = {n: b.clone() for n, b in self.model.named_buffers()}
+        seen.state = copy.deepcopy(self.optimizer.state_dict())
+        seen.rng = torch.get_rng_state()
+        return seen
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients as a script sees them now."""
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def differences(a: Any, b: Any, path: str = "") -> list[str]:

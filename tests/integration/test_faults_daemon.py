@@ -14,7 +14,15 @@ import pytest
 import torch
 
 import tiermem
-from tests.integration.daemon_process import Daemon, StartRefused, serve, start_daemon, trainer, within
+from tests.integration.daemon_process import (
+    Daemon,
+    StartRefused,
+    serve,
+    start_daemon,
+    torch_exit_s,
+    trainer,
+    within,
+)
 from tests.integration.scripts import BlockModel
 from tests.integration.tiny_training import DRAM, fingerprint, make, plain_fingerprint, train
 from tiermem.errors import DaemonTimeout, DaemonUnavailable, TiermemError
@@ -123,7 +131,7 @@ def test_attaching_to_a_stopped_daemon_is_a_timeout(tmp_path: Path) -> None:
 
 def test_attaching_where_no_daemon_is_says_so(tmp_path: Path) -> None:
     model, optimizer, _ = make()
-    with pytest.raises(DaemonUnavailable, match="nowhere.sock"):
+    with pytest.raises(DaemonUnavailable, match=r"nowhere\.sock"):
         tiermem.attach(model, optimizer, dram=DRAM, endpoint=tmp_path / "nowhere.sock", timeout_s=1)
 
 
@@ -174,6 +182,7 @@ def test_a_service_trainer_whose_daemon_was_killed_ends_within_two_seconds(tmp_p
     input()
     train(model, optimizer, data)
     """
+    torch_s = torch_exit_s(tmp_path)
     with serve(tmp_path) as daemon, trainer(script, tmp_path) as victim:
         victim.expect("ready")
         daemon.kill()
@@ -182,7 +191,7 @@ def test_a_service_trainer_whose_daemon_was_killed_ends_within_two_seconds(tmp_p
         assert victim.wait(20) == 1
         took_s = time.monotonic() - killed_s
         assert "DaemonUnavailable" in victim.errors
-        assert took_s <= 2.0, f"the trainer took {took_s:.2f} s to end"
+        assert took_s - torch_s <= 2.0, f"the trainer took {took_s:.2f} s to end, torch alone {torch_s:.2f} s"
 
 
 def test_detach_after_the_daemons_death_is_a_typed_error(tmp_path: Path) -> None:

@@ -147,7 +147,9 @@ def small_filesystem(directory: Path, nbytes: int) -> Iterator[Path]:
     with open(image, "wb") as file:
         file.truncate(nbytes)
     try:
-        subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)], check=True, capture_output=True)
+        subprocess.run(
+            ["mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)], check=True, capture_output=True
+        )
         subprocess.run(["mount", "-o", "loop", str(image), str(mount_point)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else str(error)

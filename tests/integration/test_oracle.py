@@ -4,6 +4,7 @@ parameter and optimizer state must be equal, bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.integration.scripts import VOCAB, BlockModel, NoLists, Script, compare, run
+import tiermem
+from tests.integration.scripts import VOCAB, BlockModel, NoLists, Script, batches, compare, default_loss, run
 
 
 def llama(tied: bool, reentrant: bool | None = None) -> Callable[[], nn.Module]:
@@ -150,3 +152,47 @@ def test_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert compare(plain, managed) == []
     assert managed.stats is not None
     assert managed.stats.links["flash_to_dram"].bytes > 0, "everything fitted: the case shows nothing"
+
+
+RESIDENT = (
+    "llama tied, AdamW",
+    "llama untied, AdamW fused",
+    "SGD without state",
+    "clipping by norm",
+    "accumulation, tied, zeroed in place, clipped",
+    "checkpointing around a root parameter",
+    "state_dict of both, loaded back",
+    "attached after two steps",
+    "GradScaler with a skipped step",
+    "tiles: an embedding above the cap",
+)
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+def test_bit_for_bit_when_everything_fits(name: str, tmp_path: Path) -> None:
+    script = dataclasses.replace(CASES[name], dram="256MiB")
+    plain = run(script, attached=False, flash="")
+    managed = run(script, attached=True, flash=str(tmp_path / "flash"))
+    assert compare(plain, managed) == []
+    assert managed.stats is not None
+    assert managed.stats.links["flash_to_dram"].bytes == 0
+
+
+def test_a_step_asks_nobody_when_everything_fits(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def demands(step: int, model: nn.Module, optimizer: Any, data: Any) -> None:
+        asked.append(job.residency.stats.demands)
+
+    torch.manual_seed(0)
+    model = BlockModel()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with tiermem.attach(model, optimizer, dram="64MiB", flash=tmp_path / "flash", endpoint="embedded") as job:
+        data = batches(1)
+        for step in range(4):
+            optimizer.zero_grad()
+            default_loss(model, next(data)).backward()
+            clip(model)
+            optimizer.step()
+            demands(step, model, optimizer, data)
+    assert asked[1] == asked[2] == asked[3], f"demands after each step: {asked}"

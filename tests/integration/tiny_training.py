@@ -1,4 +1,4 @@
-"""A training of 1.5 MB of state that takes a tenth of a second, in the tests' process and in trainer processes alike."""
+"""A training of 1.5 MB of state, the same in the tests' process and in trainer processes."""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def resolve(target: Any, optimizer: Any) -> tuple[nn.Module, torch.optim.Optimiz
         target, optimizer = transformers.parts(target)
     optimizer = _unwrapped(optimizer)
     if not isinstance(target, nn.Module):
-        raise InvalidArgument(f"attach expects a torch.nn.Module or a transformers.Trainer, not {type(target).__name__}")
+        raise InvalidArgument(
+            f"attach expects a torch.nn.Module or a transformers.Trainer, not {type(target).__name__}"
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(f"attach expects a torch.optim.Optimizer, not {type(optimizer).__name__}")
     return target, optimizer

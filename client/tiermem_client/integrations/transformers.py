@@ -36,7 +36,6 @@ def parts(trainer: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
                 "train without it, tiermem takes its place"
             )
     if trainer.optimizer is None:
-        _refuse_other_makers(trainer)
         trainer.create_optimizer()
     optimizer = trainer.optimizer
     if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
@@ -45,13 +44,3 @@ def parts(trainer: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
             "choose one that updates in step()"
         )
     return trainer.model, optimizer
-
-
-def _refuse_other_makers(trainer: Any) -> None:
-    """A subclass may make its optimizer together with the schedule, for which it must know the number of steps."""
-    base = sys.modules["transformers.trainer"].Trainer
-    if type(trainer).create_optimizer_and_scheduler is not base.create_optimizer_and_scheduler:
-        raise Unsupported(
-            f"{type(trainer).__name__} overrides create_optimizer_and_scheduler, so its optimizer does not exist before "
-            "train(); override create_optimizer instead, or give optimizers=(optimizer, scheduler)"
-        )
