@@ -10,12 +10,21 @@ from tiermem import errors
 
 if TYPE_CHECKING:
     from tiermem_client.attach import attach
+    from tiermem_client.empty_init import empty_init
+    from tiermem_client.explain import Explanation, explain
     from tiermem_client.job import Job, TrainerStats
 
 __version__ = "0.1.0"
-__all__ = ["Job", "TrainerStats", "__version__", "attach", "errors"]
+__all__ = ["Explanation", "Job", "TrainerStats", "__version__", "attach", "empty_init", "errors", "explain"]
 
-_LAZY = {"attach": "tiermem_client.attach", "Job": "tiermem_client.job", "TrainerStats": "tiermem_client.job"}
+_LAZY = {
+    "attach": "tiermem_client.attach",
+    "empty_init": "tiermem_client.empty_init",
+    "explain": "tiermem_client.explain",
+    "Explanation": "tiermem_client.explain",
+    "Job": "tiermem_client.job",
+    "TrainerStats": "tiermem_client.job",
+}
 
 
 def __getattr__(name: str) -> Any:

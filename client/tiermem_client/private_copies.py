@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-_SMALL_BYTES = 64 << 10
+SMALL_BYTES = 64 << 10
 
 
 class PrivateCopies:
@@ -24,7 +24,7 @@ class PrivateCopies:
         dense = bool(torch.ops.aten.is_non_overlapping_and_dense.default(source))
         stride = source.stride() if dense else torch.empty(source.shape, device="meta").stride()
         nbytes = source.numel() * source.element_size()
-        if nbytes < _SMALL_BYTES:
+        if nbytes < SMALL_BYTES:
             return torch.empty_strided(source.shape, stride, dtype=source.dtype).copy_(source)
         self._directory.mkdir(parents=True, exist_ok=True)
         fd, path = tempfile.mkstemp(prefix="copy-", dir=self._directory)

@@ -4,7 +4,8 @@
 [Note: when is a node done?] Backward runs one node at a time per graph task. An unpack by another node of the same task
 means that the earlier node has finished; the engine's final callback means that the last one has. A nested task
 (reentrant checkpointing) does not end the node that started it, so holds are kept per task. Holds of the same unit are
-kept over its nodes: a block is leased once.
+kept over its nodes: a block is leased once. A recomputation runs inside one node, over many units where a checkpoint
+spans them: it holds the unit whose forward runs, and the last one until another is needed, as backward begins with it.
 
 [Note: hooks below ours] torch applies only the top pair of hooks. Inside a checkpointed block that is the checkpoint's,
 so a unit pushes ours on top, and ours hands everything that is not managed to the pair below, in the same order in
@@ -63,6 +64,8 @@ class PackedBelow:
 
 @dataclass(slots=True)
 class _Hold:
+    """`node` is None where no node needs it any more; it stays only in case that the same owner is next."""
+
     task: int
     node: Any
     owner: object
@@ -146,8 +149,10 @@ class SavedTensorHooks:
             self._pack_in_backward, unpack = self._pair(top)
             _autograd._push_saved_tensors_default_hooks(self._pack_in_backward, unpack)
 
-    def hold(self, owner: object, bundles: list[Bundle]) -> None:
-        """Lease for the node that runs now, and let go of what earlier nodes of other owners held."""
+    def hold(self, owner: object, bundles: list[Bundle]) -> bool:
+        """Lease for the node that runs now, and let go of what earlier nodes of other owners held. True if this node
+        did not hold for the owner before.
+        """
         task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
         if task == -1:
             raise TiermemError("a saved tensor was unpacked outside backward; read it through the module's forward")
@@ -155,7 +160,9 @@ class SavedTensorHooks:
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
         mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
-        self._release([h for h in self._holds if h.task == task and h.owner is not owner and h.node is not node])
+        done = [h for h in self._holds if h.node is None or (h.task == task and h.node is not node)]
+        self._release([h for h in done if h.owner is not owner])
+        first = mine is None or mine.node is not node
         if mine is None:
             mine = _Hold(task, node, owner, [])
             self._holds.append(mine)
@@ -163,6 +170,14 @@ class SavedTensorHooks:
         more = [bundle for bundle in bundles if bundle not in mine.bundles]
         self.residency.acquire(more, Mode.READ)
         mine.bundles += more
+        return first
+
+    def loosen(self, owner: object) -> None:
+        """The recomputation that `hold` was for has ended: let go when another owner is held."""
+        task = torch._C._current_graph_task_id()
+        for hold in self._holds:
+            if hold.task == task and hold.owner is owner:
+                hold.node = None
 
     @staticmethod
     def in_backward() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
 
 from tiermem.bundle import Mode
 from tiermem_client.grads import GradBook
@@ -20,12 +21,13 @@ from tiermem_client.units import Unit
 
 @dataclass(slots=True)
 class _Entry:
-    """One running forward of a unit: whether it leased the bundles itself or holds them for backward, whether it pushed
-    hooks, and the versions it began with.
+    """One running forward of a unit: whether it leased the bundles itself or holds them for backward, whether the node
+    that recomputes it needs them for nothing else, whether it pushed hooks, and the versions it began with.
     """
 
     leased: bool = False
     held: bool = False
+    loose: bool = False
     pushed: bool = False
     versions: tuple[int, ...] = ()
 
@@ -43,14 +45,15 @@ class UnitHooks:
 
     def install(self, model: nn.Module, units: list[Unit]) -> Callable[[], None]:
         """Hook every unit's modules, the modules with parameters inside them, and the root; returns the undo."""
-        handles = []
+        handles: list[RemovableHandle] = []
+        outer, inner, root = _HookPlace(), _HookPlace(), _HookPlace()
         for unit in units:
             for module in unit.modules:
-                handles += _hook(module, _Enter(self, unit, module, False), _Leave(self, unit, module, False))
+                handles += outer.hook(module, _Enter(self, unit, module), _Leave(self, unit, module))
             for module in _inner_modules(unit, units):
-                handles += _hook(module, _Enter(self, unit, module, True), _Leave(self, unit, module, True))
+                handles += inner.hook(module, _EnterInner(self, unit, module), _LeaveInner(self, unit, module))
         pushed: list[bool] = []
-        handles += _hook(model, _EnterRoot(self.saved, model, pushed), _LeaveRoot(self.saved, model, pushed))
+        handles += root.hook(model, _EnterRoot(self.saved, model, pushed), _LeaveRoot(self.saved, model, pushed))
 
         def undo() -> None:
             for handle in handles:
@@ -68,8 +71,8 @@ class UnitHooks:
         if len(entries) > 1:
             return
         self.book.settle()
-        if self.saved.in_backward():  # a recomputation: what it saves is used until backward turns to another unit
-            self.saved.hold(unit, unit.bundles)
+        if self.saved.in_backward():  # a recomputation: backward often goes on with the same unit
+            entry.loose = self.saved.hold(unit, unit.bundles)
             entry.held = True
         else:
             self.saved.abandon()
@@ -97,6 +100,8 @@ class UnitHooks:
             self.on_leave(unit)
             if entry.leased:
                 self.residency.release(unit.bundles)
+            if entry.loose:
+                self.saved.loosen(unit)
 
     def _take_changes(self, unit: Unit, changed: set[nn.Parameter]) -> None:
         """The forward changed parameters in place (an initialisation on first use, a power iteration): make that the
@@ -122,24 +127,36 @@ def _inner_modules(unit: Unit, units: list[Unit]) -> list[nn.Module]:
     return [m for m in inside if any(p in own for p in m.parameters(recurse=False))]
 
 
-def _hook(module: nn.Module, enter: Any, leave: Any) -> list[Any]:
-    return [
-        module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-        module.register_forward_hook(leave, with_kwargs=True, always_call=True),
-    ]
+class _HookPlace:
+    """A pair of hooks under the same two ids in many modules. torch.compile guards on the ids of hooks: with ids of its
+    own in every module, it would compile equal blocks one by one, up to its limit, and run the rest uncompiled.
+    """
+
+    def __init__(self) -> None:
+        self._enter_id = RemovableHandle.next_id
+        RemovableHandle.next_id += 2
+
+    def hook(self, module: nn.Module, enter: Any, leave: Any) -> list[RemovableHandle]:
+        """Around everything: before the hooks that exist, and after them; also where the forward raises."""
+        following, RemovableHandle.next_id = RemovableHandle.next_id, self._enter_id
+        try:
+            return [
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            ]
+        finally:
+            RemovableHandle.next_id = following
 
 
 @dataclass(slots=True, frozen=True)
 class _Enter(LeavesNoCopy):
-    """`inner`: traced code needs none, since its unit's own hook has broken the graph around it."""
-
     hooks: UnitHooks
     unit: Unit
     module: nn.Module
-    inner: bool
 
+    @_disable_dynamo
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is self.module and not (self.inner and torch.compiler.is_compiling()):
+        if module is self.module:
             self.hooks.enter(self.unit)
 
 
@@ -148,10 +165,34 @@ class _Leave(LeavesNoCopy):
     hooks: UnitHooks
     unit: Unit
     module: nn.Module
-    inner: bool
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if module is self.module:
+            self.hooks.leave(self.unit)
+
+
+@dataclass(slots=True, frozen=True)
+class _EnterInner(LeavesNoCopy):
+    """Traced code needs none inside a unit, since the unit's own hook has broken the graph around it."""
+
+    hooks: UnitHooks
+    unit: Unit
+    module: nn.Module
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and module is self.module:
+            self.hooks.enter(self.unit)
+
+
+@dataclass(slots=True, frozen=True)
+class _LeaveInner(LeavesNoCopy):
+    hooks: UnitHooks
+    unit: Unit
+    module: nn.Module
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if module is self.module and not (self.inner and torch.compiler.is_compiling()):
+        if not torch.compiler.is_compiling() and module is self.module:
             self.hooks.leave(self.unit)
 
 

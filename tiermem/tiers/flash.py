@@ -199,8 +199,8 @@ class FlashTier:
             self._changed.wait()
 
     def _growth(self, short_bytes: int) -> int:
-        """How much to ask for: a step, but only an eighth of a fair share of what the quota leaves, so that one job does
-        not take a small directory whole. Called under _changed.
+        """How much to ask for: a step, but only an eighth of a fair share of what the quota leaves, so that one job
+        does not take a small directory whole. Called under _changed.
         """
         share_bytes = (self._capacity_bytes - self._claimed_bytes) // (8 * len(self._places))
         step_bytes = min(GROWTH_BYTES, share_bytes // self.layout.frame_bytes * self.layout.frame_bytes)
