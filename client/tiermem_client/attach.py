@@ -28,7 +28,7 @@ from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.floors import main_floor
 from tiermem_client.grads import GradBook, GradHandle
 from tiermem_client.guard import GuardBook
-from tiermem_client.heap import trim_heap
+from tiermem_client.heap import map_large_blocks, trim_heap, unmap_large_blocks
 from tiermem_client.integrations import resolve
 from tiermem_client.job import Job, close_all, remember
 from tiermem_client.private_copies import PrivateCopies
@@ -264,6 +264,8 @@ def _build(
     frame_bytes = session.opened.frame_bytes
     floor = main_floor(units, job.book, job.updater, lambda n: max(1, -(-n // frame_bytes)))
     residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
+    if not residency.keeps_idle and map_large_blocks():
+        job.undo.append(unmap_large_blocks)
 
 
 def _parameters_used(module: nn.Module, unit: Unit, units: list[Unit]) -> list[nn.Parameter]:

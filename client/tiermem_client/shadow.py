@@ -31,6 +31,11 @@ class StepRecord:
         groups = tuple({k: _clone(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups)
         return cls(groups, {k: _clone(v) for k, v in optimizer.__dict__.items() if k in _CAPTURED})
 
+    @property
+    def unscales_silently(self) -> bool:
+        """Whether a fused kernel divides the gradients by the scale in place, which moves no version."""
+        return self.attributes.get("grad_scale") is not None
+
 
 def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value

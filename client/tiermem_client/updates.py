@@ -187,7 +187,7 @@ class Updater:
             for piece, slot, grad, version in zip(pieces, slots, grads_now, versions, strict=True):
                 piece.state = states[piece.shadow]
                 piece.shadow.grad = None
-                if grad._version != version and not slot.zero:
+                if (grad._version != version or record.unscales_silently) and not slot.zero:
                     for bundle in of_tile(slot.store.bundles, tile):
                         bundle.written = True
             held += self._absorb(update, pieces, tile, held)
