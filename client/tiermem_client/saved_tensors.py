@@ -14,6 +14,7 @@ forward and recomputation.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from tiermem.bundle import Mode
-from tiermem.errors import TiermemError
+from tiermem.errors import TiermemError, Unsupported
 from tiermem_client.residency import Bundle, Residency
 from tiermem_client.storage_swap import storage_key
 from tiermem_client.units import ManagedStorage
@@ -157,6 +158,7 @@ class SavedTensorHooks:
         if task == -1:
             raise TiermemError("a saved tensor was unpacked outside backward; read it through the module's forward")
         if task not in self._tasks:
+            _refuse_compiled_autograd()
             self._tasks.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
         mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
@@ -224,4 +226,13 @@ def _check_version(now: int, then: int, size: torch.Size, dtype: torch.dtype) ->
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{dtype} {list(size)}] is at "
             f"version {now}; expected version {then} instead."
+        )
+
+
+def _refuse_compiled_autograd() -> None:
+    library = sys.modules.get("torch._dynamo.compiled_autograd")
+    if library is not None and library.in_compiled_autograd_region:
+        raise Unsupported(
+            "compiled autograd runs backward as one graph, all of whose saved tensors are unpacked at once; "
+            "leave torch._dynamo.config.compiled_autograd off"
         )

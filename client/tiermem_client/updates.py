@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
@@ -98,6 +99,8 @@ class Updater:
         return undo
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            _refuse_compiled()
         if any(a is not None for a in args[1:]) or any(v is not None for v in kwargs.values()):
             raise Unsupported(
                 "step(closure) re-evaluates the model inside the update, which cannot be streamed; "
@@ -265,3 +268,12 @@ class Updater:
     def interrupted(self) -> frozenset[nn.Parameter]:
         """What a step has updated that an error interrupted."""
         return frozenset() if self._step is None else frozenset(self._step.versioned)
+
+
+@_disable_dynamo
+def _refuse_compiled() -> None:
+    """Called from what torch.compile has made of `step`, since it does not trace into this."""
+    raise Unsupported(
+        "torch.compile of optimizer.step() computes in another order than the step that tiermem streams, "
+        "with other roundings; compile the model (or a function of forward and loss) and call step() outside"
+    )

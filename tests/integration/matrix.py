@@ -163,8 +163,11 @@ EXCLUSIONS = (
 )
 
 
-def script(case: Case, steps: int = 3) -> Script:
-    """The training script of a case."""
+def script(case: Case) -> Script:
+    """The training script of a case: two steps, as the second begins with what the first has left; a third where one
+    is skipped.
+    """
+    scaled = "scaler" in PRECISIONS[case["precision"]]
     model, kind, settings = MODELS[case["model"]], OPTIMIZERS[case["optimizer"]], case["settings"]
     checkpointing = CHECKPOINTING[case["checkpointing"]]
 
@@ -179,10 +182,10 @@ def script(case: Case, steps: int = 3) -> Script:
     return Script(
         lambda: model.make(checkpointing),
         optimizer,
-        steps=steps,
+        steps=3 if scaled else 2,
         microbatches=MICROBATCHES[case["microbatches"]],
         loss=model.loss,
-        between=lambda step, module, opt, data: gradients(module),  # a fused update has unscaled them, if anything
+        between=(lambda step, module, opt, data: gradients(module)) if scaled else None,  # fused updates unscale them
         dram=model.dram,
         **PRECISIONS[case["precision"]],
         **SETTINGS[settings],

@@ -1,5 +1,5 @@
-"""Models of the matrix: about 600,000 parameters each, so that in any precision and with any optimizer the state is
-larger than the arena; each with activation checkpointing of either kind.
+"""Models of the matrix: at least 300,000 parameters each, or 600,000 where half or more is frozen, so that in any
+precision and with any optimizer the state is larger than the smallest arena; each with checkpointing of either kind.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.integration.scripts import VOCAB, Block, BlockModel, default_loss
 
-WIDTH = 96
+WIDTH = 64
 Checkpointing = str  # "", "reentrant" or "nonreentrant"
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -47,12 +47,12 @@ def _through(module: Callable[..., Any], x: torch.Tensor, checkpointing: Checkpo
     return checkpoint(module, x, use_reentrant=checkpointing == "reentrant")  # type: ignore[no-any-return]
 
 
-def llama(checkpointing: Checkpointing, tied: bool = False) -> nn.Module:
+def llama(checkpointing: Checkpointing, tied: bool = False, width: int = WIDTH) -> nn.Module:
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=7,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=tied,
@@ -115,9 +115,9 @@ class RandomExperts(nn.Module):
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, 80)
-        self.layers = nn.ModuleList(nn.ModuleList(Block(80) for _ in range(4)) for _ in range(3))
-        self.head = nn.Linear(80, VOCAB)
+        self.embed = nn.Embedding(VOCAB, 56)
+        self.layers = nn.ModuleList(nn.ModuleList(Block(56) for _ in range(4)) for _ in range(3))
+        self.head = nn.Linear(56, VOCAB)
         self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -133,19 +133,19 @@ class Recurrent(nn.Module):
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, 64)
-        self.narrow = nn.Conv1d(64, 96, 3, padding=1)
-        self.norm = nn.BatchNorm1d(96)
-        self.wide = nn.Conv1d(96, 112, 3, padding=1)
-        for i in range(7):
-            self.add_module(f"gru{i}", nn.GRU(112, 112, batch_first=True))
-        self.head = nn.Linear(112, VOCAB)
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.narrow = nn.Conv1d(32, 64, 3, padding=1)
+        self.norm = nn.BatchNorm1d(64)
+        self.wide = nn.Conv1d(64, 96, 3, padding=1)
+        for i in range(5):
+            self.add_module(f"gru{i}", nn.GRU(96, 96, batch_first=True))
+        self.head = nn.Linear(96, VOCAB)
         self.checkpointing = checkpointing
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         h = self.embed(tokens).transpose(1, 2)
         h = self.wide(torch.relu(self.norm(self.narrow(h)))).transpose(1, 2)  # not checkpointed: it would count twice
-        for i in range(7):
+        for i in range(5):
             gru = getattr(self, f"gru{i}")
             h = h + _through(lambda x, gru=gru: gru(x)[0], h, self.checkpointing)
         return self.head(h)  # type: ignore[no-any-return]
@@ -157,9 +157,9 @@ class NoModuleList(nn.Module):
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.last = nn.Sequential(Block(WIDTH), Block(WIDTH), Block(WIDTH))
+        self.last = nn.Sequential(*(Block(WIDTH) for _ in range(5)))
         self.attention = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
-        self.first = nn.Sequential(Block(WIDTH), Block(WIDTH))
+        self.first = nn.Sequential(*(Block(WIDTH) for _ in range(3)))
         self.head = nn.Linear(WIDTH, VOCAB)
         self.checkpointing = checkpointing
 
@@ -170,28 +170,28 @@ class NoModuleList(nn.Module):
         return self.head(h)  # type: ignore[no-any-return]
 
 
-def blocks(checkpointing: Checkpointing, **options: Any) -> BlockModel:
-    return BlockModel(width=WIDTH, blocks=8, checkpointing=checkpointing, **options)
+def blocks(checkpointing: Checkpointing, width: int = WIDTH, **options: Any) -> BlockModel:
+    return BlockModel(width, 10, checkpointing=checkpointing, **options)
 
 
 def frozen_lower_half(checkpointing: Checkpointing) -> nn.Module:
     """Nothing below the middle has a gradient or an activation to keep."""
-    model = blocks(checkpointing)
+    model = blocks(checkpointing, width=88)
     model.embed.requires_grad_(False)
-    model.blocks[:4].requires_grad_(False)
+    model.blocks[:5].requires_grad_(False)
     return model
 
 
 def frozen_upper_half(checkpointing: Checkpointing) -> nn.Module:
     """Gradients pass through the frozen blocks."""
-    model = blocks(checkpointing)
-    model.blocks[4:].requires_grad_(False)
+    model = blocks(checkpointing, width=88)
+    model.blocks[5:].requires_grad_(False)
     return model
 
 
 def lora(checkpointing: Checkpointing) -> nn.Module:
     """Adapters with dropout; all else is frozen, so that checkpointing needs its users' usual line."""
-    base: Any = llama(checkpointing)
+    base: Any = llama(checkpointing, width=96)
     if checkpointing:
         base.enable_input_require_grads()
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
@@ -242,7 +242,7 @@ class _CustomBlock(Block):
 
 def custom_function(checkpointing: Checkpointing) -> nn.Module:
     model = blocks(checkpointing)
-    model.blocks = nn.ModuleList(_CustomBlock(WIDTH, f) for f in (_SavesWeight, _KeepsWeight) * 4)
+    model.blocks = nn.ModuleList(_CustomBlock(WIDTH, f) for f in (_SavesWeight, _KeepsWeight) * 5)
     return model
 
 

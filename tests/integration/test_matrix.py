@@ -48,7 +48,7 @@ def test_bit_for_bit(case: Case, daemon: Daemon) -> None:
 def test_the_daemon_keeps_nothing_of_the_jobs(daemon: Daemon) -> None:
     files = daemon.settled_files()
     for case in CASES[:2]:
-        run(script(case, steps=1), attached=True, endpoint=daemon.endpoint)
+        run(script(case), attached=True, endpoint=daemon.endpoint)
     within(2.0, daemon.left_of_jobs)
     within(2.0, lambda: "" if len(daemon.settled_files()) == len(files) else f"{daemon.settled_files()}, before {files}")
 

@@ -96,3 +96,52 @@ def test_limit_is_a_real_one() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30)
     assert "MemoryError" in done.stderr
+
+
+CHECKPOINTER = """
+import io, json, sys
+import torch
+import transformers
+import tiermem
+from tiermem_client.memory_report import PeakAnonymous, process_memory
+flash, folder = sys.argv[1], sys.argv[2]
+torch.set_num_threads(1)
+torch.manual_seed(0)
+shape = dict(vocab_size=512, hidden_size=512, intermediate_size=1536, num_hidden_layers=12, num_attention_heads=8)
+with tiermem.empty_init(flash):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=8, **shape)).float()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+job = tiermem.attach(model, optimizer, dram="64MiB", flash=flash, endpoint="embedded")
+model(input_ids=torch.arange(16).view(1, 16), labels=torch.arange(16).view(1, 16)).loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+model.save_pretrained(folder + "/warm", max_shard_size="10MB")  # imports
+grown = {}
+def measure(name, act):
+    start = process_memory().anonymous_bytes
+    with PeakAnonymous() as peak:
+        kept = act()
+    grown[name] = peak.peak_bytes - start
+    return kept
+one = measure("model", model.state_dict)
+two = measure("optimizer", optimizer.state_dict)
+measure("save_pretrained", lambda: model.save_pretrained(folder + "/model"))
+other = transformers.AutoModelForCausalLM.from_pretrained(folder + "/model", dtype=torch.float32).state_dict()
+same = all(torch.equal(one[n], other[n]) for n in other) and len(other) > 50
+nbytes = sum(p.numel() * 4 for p in model.parameters())
+print(json.dumps({"grown": grown, "same": same, "bytes": nbytes, "kept": len(one) + len(two["state"])}))
+job.close()
+"""
+
+
+def test_checkpoints_make_no_anonymous_copy(tmp_path: Path) -> None:
+    """Both state_dicts, held at once, and `save_pretrained`: copies are file pages, not anonymous memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKPOINTER, str(tmp_path / "flash"), str(tmp_path)],
+        cwd=REPOSITORY, env=environment(), capture_output=True, text=True, check=False, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout)
+    assert seen["same"], "what save_pretrained wrote is not what state_dict returned"
+    assert seen["bytes"] > 150 * MIB
+    assert max(seen["grown"].values()) < 48 * MIB, {k: f"{v / MIB:.0f} MiB" for k, v in seen["grown"].items()}
