@@ -156,7 +156,7 @@ def _probe(
         p: probe.form(i, p)
         for i, g in enumerate(optimizer.param_groups)
         for p in g["params"]
-        if p in managed and p.numel() > 0
+        if p in managed and p.numel() > 0 and (p.is_floating_point() or p.is_complex())
     }
 
 

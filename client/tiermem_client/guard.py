@@ -145,7 +145,7 @@ def guard_class(cls: type[_T]) -> type[_T]:
         return lambda self, *args, **kwargs: _touch(function, (self, *args), kwargs)
 
     members = {"__slots__": (), "_plain_class": cls, "__repr__": through("__repr__"),
-               "__deepcopy__": through("__deepcopy__"), "__reduce_ex__": _reduce}  # fmt: skip
+               "__deepcopy__": through("__deepcopy__"), "__reduce_ex__": _reduce, "set_": _set_storage}  # fmt: skip
     return type("Guarded" + cls.__name__, (Guard, cls), members)
 
 
@@ -267,6 +267,11 @@ def _keep_while_alive(residency: Residency, bundles: list[Bundle], out: Any) -> 
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
     """detach and .data: another tensor over the same bytes, nothing is read."""
     caller = sys._getframe(3)
+    if caller.f_code.co_name == "_sync_module_states":
+        raise Unsupported(
+            "DistributedDataParallel sends parameters to the other processes from C++ when it is made, where they "
+            "cannot be leased; make it before attach, or with init_sync=False where all processes start alike"
+        )
     with _Plain():
         out = func(*args, **kwargs)
     if caller.f_code is nn.Parameter.__new__.__code__:  # it insists on the class it has put in
@@ -289,6 +294,20 @@ def _set_data(tensor: Any, value: Any) -> None:
     with torch.no_grad():
         tensor.detach().copy_(value)
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # as in torch, no version moves
+
+
+def _set_storage(tensor: Any, source: Any = None, *place: Any, **named: Any) -> Any:
+    """`p.set_(x)`, which torch does not dispatch (parametrizations are removed like that): as `p.data = x`, but a new
+    version.
+    """
+    if not isinstance(tensor, nn.Parameter) or not isinstance(source, _T) or place or named:
+        raise Unsupported(
+            f"set_() would point a managed tensor of shape {tuple(tensor.shape)} at other memory; "
+            "copy_() into it, or detach() first"
+        )
+    _set_data(tensor, source)
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (tensor._version + 1,))
+    return tensor
 
 
 def _rows(args: Any) -> list[list[Any]] | None:

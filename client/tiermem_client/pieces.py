@@ -23,9 +23,10 @@ class Piece:
     first: int
     count: int
     tile: int
-    shadow: nn.Parameter
-    state: dict[str, Any] = field(default_factory=dict)
-    stored: dict[str, torch.Tensor] = field(default_factory=dict)  # the large ones of `state` that are in the store
+    shadow: nn.Parameter = field(repr=False)  # the text of a tensor reads bytes, which may not be here
+    state: dict[str, Any] = field(default_factory=dict, repr=False)
+    # The large tensors of `state` that are in the store.
+    stored: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def whole(self) -> bool:

@@ -120,6 +120,7 @@ class Residency:
         """Lease each bundle in READ, UPDATE or CREATE mode, one holder more. On an error none of them is held."""
         held: list[Bundle] = []
         with self.session.lock:
+            self.session.check_usable()
             self.run_unreferenced()
             try:
                 for bundle in bundles:

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -47,9 +48,11 @@ class Session:
         self.stall_s = 0.0  # guarded by lock
         self._error: TiermemError | None = None  # guarded by lock
         self._closing = False  # guarded by lock
+        self._closed = False  # guarded by lock; there is no address space any more
         self._admitted: pb.Admitted | None = None  # guarded by lock
         self._heard_at = time.monotonic()  # guarded by lock
         self._pid = os.getpid()
+        _sessions.add(self)
         self._outgoing: queue.SimpleQueue[pb.ClientMessage | None] = queue.SimpleQueue()
         self._side = SideChannel()
         token = self._side.connect(Path(connection.info.side_socket), timeout_s)
@@ -163,6 +166,7 @@ class Session:
 
     def status(self) -> bytes:
         """This job's part of the daemon's snapshot, as JSON."""
+        self.check_usable()
         try:
             answer: pb.GetStatusResponse = self.connection.stub.GetStatus(
                 pb.GetStatusRequest(job=self.opened.job), timeout=self.timeout_s
@@ -177,13 +181,25 @@ class Session:
         while self.table.outbox:
             self._outgoing.put(codec.encode_client(self.table.outbox.popleft()))
 
-    def _check(self) -> None:
+    def check_usable(self) -> None:
+        """Raise Unsupported in a forked child, which has neither the arena's memory nor a connection of its own, and
+        DaemonUnavailable where the session was closed.
+        """
         if os.getpid() != self._pid:
             raise Unsupported(
                 f"this tiermem session belongs to process {self._pid}; a forked child cannot use managed "
                 "tensors (copy what it "
                 "needs before forking, for example with model.state_dict())"
             )
+
+        if self._closed:
+            raise DaemonUnavailable(
+                f"session {self.opened.session} of job {self.opened.job!r} was closed, and its tensors with it; "
+                "detach() brings them back before"
+            )
+
+    def _check(self) -> None:
+        self.check_usable()
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
 
@@ -275,6 +291,7 @@ class Session:
         self._side.close()
         self.connection.close()
         with self.lock:
+            self._closed = True
             self.address_space.close()
 
 
@@ -290,3 +307,15 @@ def _process_hint(pid: int) -> str:
     if state == "Z":
         return "; its process has died"
     return ""
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """Give every session another lock: the one it had may have been held at the fork by a thread that is not here."""
+    for session in _sessions:
+        session.lock = threading.Condition(threading.RLock())
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -28,7 +28,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 class ManagedParameter:
     """The user's Parameter object and where its elements lie in its storage (elements, not bytes)."""
 
-    parameter: nn.Parameter
+    parameter: nn.Parameter = field(repr=False)
     name: str
     storage: ManagedStorage
     storage_offset: int
@@ -49,7 +49,7 @@ class ManagedParameter:
 class ManagedStorage:
     """One torch storage that lives in the store; views, tied parameters and saved tensors all point into it."""
 
-    storage: torch.UntypedStorage
+    storage: torch.UntypedStorage = field(repr=False)  # its text reads bytes, which may not be here
     nbytes: int
     name: str
     parameters: list[ManagedParameter] = field(default_factory=list)

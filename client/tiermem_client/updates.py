@@ -190,13 +190,19 @@ class Updater:
             for piece, slot, grad, version in zip(pieces, slots, grads_now, versions, strict=True):
                 piece.state = states[piece.shadow]
                 piece.shadow.grad = None
-                if (grad._version != version or record.unscales_silently) and not slot.zero:
-                    for bundle in of_tile(slot.store.bundles, tile):
-                        bundle.written = True
+                if grad._version != version or record.unscales_silently:
+                    self._keep_changed(piece, slot, grad)
             held += self._absorb(update, pieces, tile, held)
             self.residency.conclude(held)
         finally:
             self.residency.release(held)
+
+    def _keep_changed(self, piece: Piece, slot: GradSlot, grad: torch.Tensor) -> None:
+        """The optimizer wrote to a gradient (SGD with nesterov does), which the script may read afterwards."""
+        if slot.zero:  # it saw zeros that nobody has stored
+            piece.grad_view(self.book.writable(slot)).copy_(grad)
+        for bundle in of_tile(slot.store.bundles, piece.tile):
+            bundle.written = True
 
     def _prepare(self, pieces: list[Piece], slots: list[GradSlot]) -> list[torch.Tensor]:
         grads = []

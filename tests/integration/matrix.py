@@ -30,7 +30,7 @@ class SignMomentum(torch.optim.Optimizer):
         self.sharpness = 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -53,7 +53,7 @@ class CountsInGroups(torch.optim.Optimizer):
             group["decay"] = torch.ones(())
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
             group["decay"].mul_(group["betas"][1])
@@ -190,6 +190,14 @@ def script(case: Case) -> Script:
         **PRECISIONS[case["precision"]],
         **SETTINGS[settings],
     )
+
+
+def case(**values: str) -> dict[str, str]:
+    """A case with the first value of every dimension that is not given."""
+    unknown = {d: v for d, v in values.items() if v not in DIMENSIONS.get(d, ())}
+    if unknown:
+        raise ValueError(f"no such values in the matrix: {unknown}")
+    return {dimension: values.get(dimension, choices[0]) for dimension, choices in DIMENSIONS.items()}
 
 
 def name(case: Case) -> str:

@@ -68,16 +68,16 @@ def gpt2(checkpointing: Checkpointing) -> nn.Module:
 
 
 def vit(checkpointing: Checkpointing) -> nn.Module:
-    config = transformers.ViTConfig(
+    config: Any = transformers.ViTConfig(
         hidden_size=WIDTH,
         num_hidden_layers=6,
         num_attention_heads=4,
         intermediate_size=4 * WIDTH,
         image_size=16,
         patch_size=8,
-        num_labels=4,
         hidden_dropout_prob=0.1,
     )
+    config.num_labels = 4
     return _library(transformers.ViTForImageClassification(config), checkpointing)
 
 
@@ -196,20 +196,24 @@ def lora(checkpointing: Checkpointing) -> nn.Module:
         base.enable_input_require_grads()
     config = peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft reads a renamed attribute
-        return peft.get_peft_model(base, config)  # type: ignore[no-any-return]
+        return peft.get_peft_model(base, config)
+
+
+_forward: Any = torch.amp.custom_fwd(device_type="cpu")
+_backward: Any = torch.amp.custom_bwd(device_type="cpu")
 
 
 class _SavesWeight(torch.autograd.Function):
     """x W^T; the weight is saved as torch recommends."""
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
+    @_forward  # type: ignore[untyped-decorator]
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         return x @ weight.t()
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
+    @_backward  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         return grads[0] @ weight, grads[0].flatten(0, 1).t() @ x.flatten(0, 1)
@@ -219,13 +223,13 @@ class _KeepsWeight(_SavesWeight):
     """The same; the weight escapes torch's saved-tensor hooks as an attribute."""
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu")
+    @_forward  # type: ignore[untyped-decorator]
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.x, ctx.weight = x, weight
         return x @ weight.t()
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
+    @_backward  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return grads[0] @ ctx.weight, grads[0].flatten(0, 1).t() @ ctx.x.flatten(0, 1)
 
@@ -236,8 +240,8 @@ class _CustomBlock(Block):
         self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.function.apply(x, self.up.weight)  # type: ignore[no-untyped-call]
-        return super().forward(x) + self.function.apply(inner, self.down.weight)  # type: ignore[no-untyped-call,no-any-return]
+        inner = self.function.apply(x, self.up.weight)
+        return super().forward(x) + self.function.apply(inner, self.down.weight)  # type: ignore[no-any-return]
 
 
 def custom_function(checkpointing: Checkpointing) -> nn.Module:

@@ -148,9 +148,7 @@ def begin(script: Script) -> Training:
 def managed(training: Training, **options: Any) -> Iterator[tiermem.Job]:
     """The training is attached; at the end its statistics are kept and it is detached."""
     script = training.script
-    job = tiermem.attach(
-        training.model, training.optimizer, dram=script.dram, **{**options, **script.attach_options}
-    )
+    job = tiermem.attach(training.model, training.optimizer, dram=script.dram, **{**options, **script.attach_options})
     try:
         yield job
         job.flush()

@@ -1,5 +1,5 @@
-"""The matrix: every pair of {optimizer, model, precision, microbatches, checkpointing, settings} in some script, run with
-and without tiermem in an arena smaller than its state; all that the script can see must be equal, bit for bit.
+"""The matrix: every pair of {optimizer, model, precision, microbatches, checkpointing, settings} in some script, run
+with and without tiermem in an arena smaller than its state; all that the script can see must be equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from tests.integration import matrix
 from tests.integration.daemon_process import Daemon, serve, within
 from tests.integration.matrix import (
     DIMENSIONS,
@@ -23,7 +27,8 @@ from tests.integration.matrix import (
     pairs_of,
     script,
 )
-from tests.integration.scripts import compare, run
+from tests.integration.scripts import BlockModel, Script, compare, run
+from tiermem.units import parse_size
 
 CASES = covering_cases(DIMENSIONS, EXCLUSIONS)
 
@@ -45,12 +50,34 @@ def test_bit_for_bit(case: Case, daemon: Daemon) -> None:
     assert managed.stats.fallbacks == ()
 
 
+class OneSegment(BlockModel):
+    """All blocks in one checkpoint: it is recomputed as a whole, and together the blocks are larger than the arena."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(width=64, blocks=12)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        segment = nn.Sequential(*self.blocks)
+        return self.head(checkpoint(segment, self.embed(tokens), use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_over_many_units_needs_one_at_a_time(reentrant: bool, daemon: Daemon) -> None:
+    oracle = Script(lambda: OneSegment(reentrant), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), steps=2)
+    assert 4 * sum(p.numel() for p in OneSegment(reentrant).blocks.parameters()) > 1.5 * parse_size(oracle.dram)
+    plain = run(oracle, attached=False)
+    assert compare(plain, run(oracle, attached=True, endpoint=daemon.endpoint)) == []
+
+
 def test_the_daemon_keeps_nothing_of_the_jobs(daemon: Daemon) -> None:
     files = daemon.settled_files()
     for case in CASES[:2]:
         run(script(case), attached=True, endpoint=daemon.endpoint)
     within(2.0, daemon.left_of_jobs)
-    within(2.0, lambda: "" if len(daemon.settled_files()) == len(files) else f"{daemon.settled_files()}, before {files}")
+    within(
+        2.0, lambda: "" if len(daemon.settled_files()) == len(files) else f"{daemon.settled_files()}, before {files}"
+    )
 
 
 def test_every_pair_occurs() -> None:
@@ -62,10 +89,11 @@ def test_every_pair_occurs() -> None:
             assert (frozenset(pair.items()) in occurring) != excluded, pair
 
 
-def test_exclusions_name_values_that_exist_and_a_reason() -> None:
-    for exclusion in EXCLUSIONS:
-        assert exclusion.reason
-        assert all(value in DIMENSIONS[dimension] for dimension, value in exclusion.values.items())
+@pytest.mark.parametrize("exclusion", EXCLUSIONS, ids=lambda exclusion: name(exclusion.values))
+def test_what_is_excluded_does_not_run_in_plain_torch_either(exclusion: Exclusion) -> None:
+    assert exclusion.reason
+    with pytest.raises((ValueError, UserWarning), match=r"lr as a Tensor is not|None of the inputs have requires_grad"):
+        run(script(matrix.case(**exclusion.values)), attached=False)
 
 
 def test_no_fewer_cases_than_the_two_largest_dimensions_need_and_hardly_more() -> None:

@@ -102,7 +102,17 @@ def both_state_dicts(step: int, model: nn.Module, optimizer: Any, data: Any) -> 
     return saved
 
 
+def step_on_zeros(step: int, model: nn.Module, optimizer: Any, data: Any) -> Any:
+    """A step without a backward: momentum goes on, and nesterov writes to the zeroed gradients."""
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
 CASES: dict[str, Script] = {
+    "nesterov on zeroed gradients": Script(
+        BlockModel, sgd(momentum=0.9, nesterov=True, foreach=True), between=step_on_zeros, set_to_none=False
+    ),
     "llama tied, AdamW": Script(llama(True), adamw()),
     "llama untied, AdamW fused": Script(llama(False), adamw(fused=True)),
     "llama untied, AdamW foreach": Script(llama(False), adamw(foreach=True)),

@@ -1,0 +1,251 @@
+"""torch.compile, per block and whole, before attach and after it: bit for bit the same script without tiermem, and not
+compiled more often.
+
+inductor fuses across whatever it gets as one graph, and rounds accordingly. Compiled per block it gets the same graphs
+as without tiermem. A model that is compiled whole is cut at its units, so that kernels that would be fused across two of
+them are not: with inductor that case is compared with a tolerance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tiermem
+from tests.integration.scripts import VOCAB, BlockModel, NoLists, batches, default_loss
+from tests.integration.served import Attach, Served, not_attached, served_in, weights
+
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served_in(tmp_path_factory.mktemp("daemon")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def llama() -> nn.Module:
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
+    config = LlamaConfig(vocab_size=VOCAB, num_attention_heads=4, num_key_value_heads=2, **shape)
+    return LlamaForCausalLM(config).train()  # type: ignore[no-any-return]
+
+
+def blocks_in_place(model: Any, **options: Any) -> Any:
+    for block in model.blocks if hasattr(model, "blocks") else model.model.layers:
+        block.compile(**options)
+    return model
+
+
+def blocks_replaced(model: Any, **options: Any) -> Any:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, **options)
+    return model
+
+
+def whole(model: Any, **options: Any) -> Any:
+    return torch.compile(model, **options)
+
+
+def whole_in_place(model: Any, **options: Any) -> Any:
+    model.compile(**options)
+    return model
+
+
+HOWS: dict[str, Callable[..., Any]] = {
+    "blocks in place": blocks_in_place,
+    "blocks replaced": blocks_replaced,
+    "whole": whole,
+    "whole in place": whole_in_place,
+}
+
+
+def script(
+    attach: Attach,
+    how: Callable[..., Any],
+    first: str = "attach",
+    model: Callable[[], nn.Module] = BlockModel,
+    autocast: bool = False,
+    graphs: list[int] | None = None,
+    **options: Any,
+) -> Any:
+    """Three steps, an evaluation, and another step, through the compiled model. Appends the number of graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    inner: Any = model()
+    optimizer, data = torch.optim.AdamW(inner.parameters(), lr=3e-3), batches(1)
+    compiled = how(inner, **options) if first == "compile" else None
+    job = attach(inner if compiled is None else compiled, optimizer)
+    compiled = how(inner, **options) if compiled is None else compiled
+    seen: list[Any] = []
+    for step in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            loss = default_loss(compiled, next(data))
+        loss.backward()
+        seen += [loss.detach().clone(), {n: p.grad.clone() for n, p in inner.named_parameters()}]
+        optimizer.step()
+        if step == 2:
+            compiled.eval()
+            with torch.no_grad():
+                seen.append(default_loss(compiled, next(data)).clone())
+            compiled.train()
+    if graphs is not None:
+        graphs.append(counters["stats"]["unique_graphs"])
+    job.detach()
+    return seen, weights(inner), copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("first", ["attach", "compile"])
+@pytest.mark.parametrize("how", HOWS)
+def test_compiled(how: str, first: str, served: Served) -> None:
+    served.same(lambda attach: script(attach, HOWS[how], first, backend="aot_eager"))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": functools.partial(BlockModel, dropout=0.1),
+    "tied, a parameter around the blocks": functools.partial(BlockModel, tied=True, around=True),
+    "checkpointed": functools.partial(BlockModel, checkpointing="nonreentrant", dropout=0.1),
+    "no ModuleList": NoLists,
+}
+
+
+@pytest.mark.parametrize("how", ["blocks in place", "whole"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, how: str, served: Served) -> None:
+    if name == "no ModuleList" and how != "whole":
+        pytest.skip("it has no blocks")
+    served.same(lambda attach: script(attach, HOWS[how], model=MODELS[name], backend="aot_eager"))
+
+
+@pytest.mark.parametrize("how", ["blocks in place", "whole"])
+def test_llama(how: str, served: Served) -> None:
+    served.same(lambda attach: script(attach, HOWS[how], model=llama, backend="aot_eager"))
+
+
+@pytest.mark.parametrize("how", ["blocks in place", "whole"])
+def test_autocast(how: str, served: Served) -> None:
+    served.same(lambda attach: script(attach, HOWS[how], autocast=True, backend="aot_eager"))
+
+
+def test_eager_backend(served: Served) -> None:
+    served.same(lambda attach: script(attach, whole, backend="eager"))
+
+
+@pytest.mark.parametrize("how", ["blocks in place", "blocks replaced"])
+def test_equal_blocks_are_compiled_once(how: str, served: Served) -> None:
+    """As without tiermem: one graph for all blocks in training, and one in evaluation; so many blocks would otherwise
+    reach torch's limit of recompilations, and the rest run uncompiled.
+    """
+    graphs: list[int] = []
+    model = functools.partial(BlockModel, blocks=10)
+    served.same(lambda attach: script(attach, HOWS[how], model=model, graphs=graphs, backend="eager"))
+    assert graphs == [2, 2]
+
+
+def test_blocks_without_graph_breaks(served: Served) -> None:
+    served.same(lambda attach: script(attach, blocks_in_place, backend="aot_eager", fullgraph=True))
+    assert sum(counters["graph_break"].values()) == 0
+
+
+@pytest.mark.parametrize("first", ["attach", "compile"])
+def test_whole_model_as_one_graph_is_refused(first: str, served: Served) -> None:
+    """`fullgraph=True` does not allow the cuts at units: torch says so, loudly."""
+    with served.with_options(spills=False) as other:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="_Enter"):
+            script(other.attach, whole, first, backend="eager", fullgraph=True)
+
+
+def test_loss_with_a_penalty_on_the_weights(served: Served) -> None:
+    """A compiled function around the model that reads every parameter itself."""
+
+    def penalised(attach: Attach) -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = BlockModel()
+        optimizer, data = torch.optim.AdamW(model.parameters(), lr=3e-3), batches(1)
+        job = attach(model, optimizer)
+
+        @torch.compile(backend="aot_eager")
+        def loss_of(batch: torch.Tensor) -> torch.Tensor:
+            penalty = sum((p * p).sum() for p in model.parameters())
+            return default_loss(model, batch) + 1e-3 * penalty
+
+        seen = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(next(data))
+            loss.backward()
+            seen.append(loss.detach().clone())
+            optimizer.step()
+        job.detach()
+        return seen, weights(model)
+
+    served.same(penalised)
+
+
+@pytest.mark.parametrize("what", ["step", "a function of everything"])
+def test_compiled_optimizer_step_is_refused(what: str, served: Served) -> None:
+    model = BlockModel()
+    optimizer, data = torch.optim.AdamW(model.parameters(), lr=3e-3), batches(1)
+    with served.with_options(spills=False) as other:
+        other.attach(model, optimizer)
+
+        def everything() -> None:
+            default_loss(model, next(data)).backward()
+            optimizer.step()
+
+        default_loss(model, next(data)).backward()
+        compiled = torch.compile(optimizer.step if what == "step" else everything, backend="eager")
+        with pytest.raises(tiermem.errors.Unsupported, match=r"call step\(\) outside"):
+            compiled()
+
+
+def test_compiled_autograd_is_refused(served: Served) -> None:
+    model = BlockModel()
+    with served.with_options(spills=False) as other:
+        other.attach(model)
+        loss = default_loss(model, next(batches(1)))
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            with pytest.raises(tiermem.errors.Unsupported, match=r"compiled_autograd off"):
+                loss.backward()
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_inductor_per_block(mode: str | None, served: Served) -> None:
+    """Also in the mode that records CUDA graphs on a GPU: on the CPU there are none."""
+    served.same(lambda attach: script(attach, blocks_in_place, backend="inductor" if mode is None else None, mode=mode)
+                if mode is None else script(attach, blocks_in_place, mode=mode))  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_inductor_whole_up_to_fusion(served: Served) -> None:
+    plain = script(not_attached, whole)
+    managed = script(served.attach, whole)
+    for ours, theirs in zip(managed[0], plain[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
