@@ -203,11 +203,12 @@ class GradBook:
                 f"the gradient of {managed.name!r} is {grad.layout}; tiermem stores dense gradients only "
                 "(use sparse=False)"
             )
-        slot = self.slot_for(managed, grad)
-        self.keep(slot.store)
-        _copy(slot.real, grad)
-        slot.zero = False
-        self._written(slot)
+        with self.residency.session.lock:  # another thread's backward must not end the lease during the copy
+            slot = self.slot_for(managed, grad)
+            self.keep(slot.store)
+            _copy(slot.real, grad)
+            slot.zero = False
+            self._written(slot)
         return GradHandle(self, slot)
 
     def zero(self, slot: GradSlot) -> None:
@@ -330,7 +331,15 @@ class _Drop:
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """One operation on real tensors; what the schema says is written is committed with its group."""
+    """One operation on real tensors, under the client lock; what the schema says is written is committed with its
+    group.
+    """
+    book = next(h._book for h in pytree.tree_leaves((args, kwargs)) if isinstance(h, GradHandle))
+    with book.residency.session.lock:
+        return _run_locked(func, args, kwargs)
+
+
+def _run_locked(func: Any, args: Any, kwargs: Any) -> Any:
     schema = func._schema.arguments
     written = {
         id(h)

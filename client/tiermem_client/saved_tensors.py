@@ -75,7 +75,7 @@ class _Hold:
 
 @dataclass(slots=True, eq=False)
 class SavedTensorHooks:
-    """The pair of hooks, and what backward holds. `storages` are the managed ones by key."""
+    """The pair of hooks, and what backward holds, under the client lock. `storages` are the managed ones by key."""
 
     residency: Residency
     storages: Mapping[int, ManagedStorage]
@@ -154,32 +154,34 @@ class SavedTensorHooks:
         """Lease for the node that runs now, and let go of what earlier nodes of other owners held. True if this node
         did not hold for the owner before.
         """
-        task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
-        if task == -1:
-            raise TiermemError("a saved tensor was unpacked outside backward; read it through the module's forward")
-        if task not in self._tasks:
-            _refuse_compiled_autograd()
-            self._tasks.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
-        mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
-        done = [h for h in self._holds if h.node is None or (h.task == task and h.node is not node)]
-        self._release([h for h in done if h.owner is not owner])
-        first = mine is None or mine.node is not node
-        if mine is None:
-            mine = _Hold(task, node, owner, [])
-            self._holds.append(mine)
-        mine.node = node
-        more = [bundle for bundle in bundles if bundle not in mine.bundles]
-        self.residency.acquire(more, Mode.READ)
-        mine.bundles += more
-        return first
+        with self.residency.session.lock:
+            task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
+            if task == -1:
+                raise TiermemError("a saved tensor was unpacked outside backward; read it through the module's forward")
+            if task not in self._tasks:
+                _refuse_compiled_autograd()
+                self._tasks.add(task)
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
+            mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
+            done = [h for h in self._holds if h.node is None or (h.task == task and h.node is not node)]
+            self._release([h for h in done if h.owner is not owner])
+            first = mine is None or mine.node is not node
+            if mine is None:
+                mine = _Hold(task, node, owner, [])
+                self._holds.append(mine)
+            mine.node = node
+            more = [bundle for bundle in bundles if bundle not in mine.bundles]
+            self.residency.acquire(more, Mode.READ)
+            mine.bundles += more
+            return first
 
     def loosen(self, owner: object) -> None:
         """The recomputation that `hold` was for has ended: let go when another owner is held."""
-        task = torch._C._current_graph_task_id()
-        for hold in self._holds:
-            if hold.task == task and hold.owner is owner:
-                hold.node = None
+        with self.residency.session.lock:
+            task = torch._C._current_graph_task_id()
+            for hold in self._holds:
+                if hold.task == task and hold.owner is owner:
+                    hold.node = None
 
     @staticmethod
     def in_backward() -> bool:
@@ -188,16 +190,18 @@ class SavedTensorHooks:
 
     def end_task(self, task: int) -> None:
         """The engine has run the task's last node."""
-        self._tasks.discard(task)
-        self._release([h for h in self._holds if h.task == task])
-        if not self._tasks:
-            self.on_backward_end()
+        with self.residency.session.lock:
+            self._tasks.discard(task)
+            self._release([h for h in self._holds if h.task == task])
+            if not self._tasks:
+                self.on_backward_end()
 
     def abandon(self) -> None:
         """Between steps: what a backward that raised still holds is let go."""
-        if torch._C._current_graph_task_id() == -1:
-            self._tasks.clear()
-            self._release(list(self._holds))
+        with self.residency.session.lock:
+            if torch._C._current_graph_task_id() == -1:
+                self._tasks.clear()
+                self._release(list(self._holds))
 
     def _release(self, holds: list[_Hold]) -> None:
         for hold in holds:
