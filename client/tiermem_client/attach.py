@@ -156,8 +156,13 @@ def _probe(
         p: probe.form(i, p)
         for i, g in enumerate(optimizer.param_groups)
         for p in g["params"]
-        if p in managed and p.numel() > 0 and (p.is_floating_point() or p.is_complex())
+        if p in managed and p.numel() > 0 and (p.requires_grad or _may_require_grad(p))
     }
+
+
+def _may_require_grad(parameter: nn.Parameter) -> bool:
+    """Whether it is of a dtype that optimizers compute with, so that it may be trained later on."""
+    return parameter.is_complex() or (parameter.is_floating_point() and parameter.element_size() > 1)
 
 
 def _open(

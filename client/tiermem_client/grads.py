@@ -41,7 +41,7 @@ class GradSlot:
     dtype: torch.dtype
     owners: int = 0
     zero: bool = True
-    _real: torch.Tensor | None = None
+    _real: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def real(self) -> torch.Tensor:

@@ -61,15 +61,15 @@ class Job:
     """A running attachment. `detach` gives the tensors back to ordinary memory; so does leaving it as a context."""
 
     name: str
-    model: nn.Module
-    residency: Residency
-    storages: dict[int, ManagedStorage]
-    book: GradBook
-    updater: Updater | None
+    model: nn.Module = field(repr=False)
+    residency: Residency = field(repr=False)
+    storages: dict[int, ManagedStorage] = field(repr=False)
+    book: GradBook = field(repr=False)
+    updater: Updater | None = field(repr=False)
     daemon: EmbeddedDaemon | None
     fallbacks: tuple[str, ...] = ()
-    undo: list[Callable[[], None]] = field(default_factory=list)
-    adopted: list[ManagedStorage] = field(default_factory=list)  # storages whose bytes are in the store
+    undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    adopted: list[ManagedStorage] = field(default_factory=list, repr=False)  # storages whose bytes are in the store
     attached: bool = True
 
     def stats(self) -> TrainerStats:

@@ -92,10 +92,10 @@ class Unit:
 
     name: str
     modules: list[nn.Module]
-    parameters: list[nn.Parameter]
+    parameters: list[nn.Parameter] = field(repr=False)
     groups: list[Group] = field(default_factory=list)
     bundles: list[Bundle] = field(default_factory=list)
-    used: list[nn.Parameter] = field(default_factory=list)  # its own parameters, and tied ones owned elsewhere
+    used: list[nn.Parameter] = field(default_factory=list, repr=False)  # its own, and tied ones owned elsewhere
 
 
 def discover_units(model: nn.Module) -> list[Unit]:

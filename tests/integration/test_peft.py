@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-import tqdm
+import tqdm  # type: ignore[import-untyped]
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
@@ -70,7 +70,7 @@ def test_lora_before_attach(tied: bool, served: Served, tmp_path: Path) -> None:
     """Train, save and load the adapter, run without it and with another one, merge for good, save the full model."""
 
     def script(attach: Attach) -> Any:
-        model = get_peft_model(llama(tied), lora())
+        model: Any = get_peft_model(llama(tied), lora())
         optimizer, data = adamw(model), batches(1)
         job = attach(model, optimizer)
         seen: list[Any] = [train(model, optimizer, data)]
@@ -100,7 +100,7 @@ def test_lora_before_attach(tied: bool, served: Served, tmp_path: Path) -> None:
 
 def test_merged_and_unmerged_between_steps(served: Served) -> None:
     def script(attach: Attach) -> Any:
-        model = get_peft_model(llama(), lora())
+        model: Any = get_peft_model(llama(), lora())
         optimizer, data = adamw(model), batches(1)
         job = attach(model, optimizer)
         seen: list[Any] = [train(model, optimizer, data)]
@@ -122,7 +122,7 @@ def test_lora_after_attach_with_an_optimizer_of_its_own(served: Served, tmp_path
         first, data = torch.optim.AdamW(base.parameters(), lr=1e-3), batches(1)
         job = attach(base, first)
         seen: list[Any] = [train(base, first, data, 2)]
-        model = get_peft_model(base, lora())
+        model: Any = get_peft_model(base, lora())
         second = adamw(model, fused=True)
         seen.append(train(model, second, data))
         model.save_pretrained(tmp_path)
@@ -144,7 +144,7 @@ def test_lora_added_to_the_attached_optimizer(served: Served) -> None:
         base = llama().requires_grad_(False)
         optimizer, data = torch.optim.AdamW(base.parameters(), lr=1e-3), batches(1)
         job = attach(base, optimizer)
-        model = get_peft_model(base, lora())
+        model: Any = get_peft_model(base, lora())
         optimizer.add_param_group({"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-2})
         seen = train(model, optimizer, data)
         job.detach()

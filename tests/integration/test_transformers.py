@@ -27,9 +27,8 @@ from tests.integration.scripts import differences
 
 VOCAB = 64
 STEPS = 4
-CHECKPOINTING = "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else (
-    "gradient_checkpointing"
-)  # the older name warns where the newer one is known
+_NAMES = ("activation_checkpointing", "gradient_checkpointing")  # the older one warns where the newer one is known
+CHECKPOINTING = next(name for name in _NAMES if hasattr(TrainingArguments, name))
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
 
 
@@ -58,7 +57,7 @@ class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Average(TrainerCallback):  # type: ignore[misc]
+class Average(TrainerCallback):
     """An exponential average of the weights, kept by a callback after every step."""
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class Average(TrainerCallback):  # type: ignore[misc]
         self.average.update_parameters(model)
 
 
-def llama(tied: bool = True, dropout: float = 0.0) -> nn.Module:
+def llama(tied: bool = True, dropout: float = 0.0) -> LlamaForCausalLM:
     shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -81,7 +80,7 @@ def llama(tied: bool = True, dropout: float = 0.0) -> nn.Module:
         attention_dropout=dropout,
         **shape,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-any-return]
+    return LlamaForCausalLM(config)
 
 
 @dataclass(frozen=True)
@@ -153,9 +152,7 @@ CASES: dict[str, Case] = {
     "checkpointing": Case({CHECKPOINTING: True}, functools.partial(llama, dropout=0.1)),
     "checkpointing, reentrant": Case({CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": True}}),
     "bf16": Case({"bf16": True}),
-    "bf16, accumulation, checkpointing": Case(
-        {"bf16": True, "gradient_accumulation_steps": 2, CHECKPOINTING: True}
-    ),
+    "bf16, accumulation, checkpointing": Case({"bf16": True, "gradient_accumulation_steps": 2, CHECKPOINTING: True}),
     "evaluation between, best model loaded": Case(
         {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     ),
@@ -189,9 +186,7 @@ def test_attached_by_model_and_optimizer(name: str, daemon: Daemon, tmp_path: Pa
     assert differences(plain(name, True), managed) == []
 
 
-RESUMED = Case(
-    {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}, functools.partial(llama, dropout=0.1)
-)
+RESUMED = Case({"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}, functools.partial(llama, dropout=0.1))
 
 
 @pytest.mark.parametrize(("before", "after"), [("tiermem", "tiermem"), ("plain", "tiermem"), ("tiermem", "plain")])
@@ -219,11 +214,12 @@ def test_optimizer_is_the_trainers_own(daemon: Daemon, tmp_path: Path) -> None:
 
 
 def test_trainer_subclass_with_its_own_optimizer(daemon: Daemon, tmp_path: Path) -> None:
-    class Mine(Trainer):  # type: ignore[misc]
+    class Mine(Trainer):
         def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
             if self.optimizer is None:
+                assert self.model is not None
                 self.optimizer = torch.optim.RAdam(self.model.parameters(), lr=1e-3)
-            return self.optimizer  # type: ignore[no-any-return]
+            return self.optimizer
 
     trainer = Mine(llama(), TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     with tiermem.attach(trainer, dram="1MiB", endpoint=daemon.endpoint, job="subclass"):
@@ -231,10 +227,8 @@ def test_trainer_subclass_with_its_own_optimizer(daemon: Daemon, tmp_path: Path)
 
 
 def test_model_init_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(
-        args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), model_init=lambda: llama()
-    )
-    with pytest.raises(tiermem.errors.Unsupported, match="model_init.*give it a model"):
+    trainer = Trainer(args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), model_init=lambda: llama())
+    with pytest.raises(tiermem.errors.Unsupported, match=r"model_init.*give it a model"):
         tiermem.attach(trainer, dram="1MiB")
 
 
