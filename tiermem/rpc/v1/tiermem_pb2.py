@@ -4,82 +4,85 @@
 # source: tiermem/rpc/v1/tiermem.proto
 # Protobuf Python Version: 7.35.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 7, 35, 1, "", "tiermem/rpc/v1/tiermem.proto"
+    _runtime_version.Domain.PUBLIC,
+    7,
+    35,
+    1,
+    '',
+    'tiermem/rpc/v1/tiermem.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1ctiermem/rpc/v1/tiermem.proto\x12\x0etiermem.rpc.v1"\x10\n\x0eGetInfoRequest"\x9e\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\x13\n\x0bside_socket\x18\x04 \x01(\t\x12\x1b\n\x13\x64ram_capacity_bytes\x18\x05 \x01(\x03\x12\x17\n\x0f\x64ram_free_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x65mbedded\x18\x07 \x01(\x08"\x1f\n\x10GetStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t"\'\n\x11GetStatusResponse\x12\x12\n\nstats_json\x18\x01 \x01(\x0c"\x87\x03\n\rClientMessage\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.tiermem.rpc.v1.OpenH\x00\x12*\n\x07\x64\x65\x63lare\x18\x02 \x01(\x0b\x32\x17.tiermem.rpc.v1.DeclareH\x00\x12&\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x15.tiermem.rpc.v1.AdmitH\x00\x12(\n\x06\x64\x65mand\x18\x04 \x01(\x0b\x32\x16.tiermem.rpc.v1.DemandH\x00\x12(\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x16.tiermem.rpc.v1.CommitH\x00\x12$\n\x04\x64one\x18\x06 \x01(\x0b\x32\x14.tiermem.rpc.v1.DoneH\x00\x12*\n\x07\x64iscard\x18\x07 \x01(\x0b\x32\x17.tiermem.rpc.v1.DiscardH\x00\x12&\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x15.tiermem.rpc.v1.CloseH\x00\x12&\n\x05\x61\x64opt\x18\t \x01(\x0b\x32\x15.tiermem.rpc.v1.AdoptH\x00\x42\x06\n\x04\x62ody"n\n\x04Open\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x12\n\ndram_bytes\x18\x04 \x01(\x03\x12\x13\n\x0b\x66lash_bytes\x18\x05 \x01(\x03\x12\x0f\n\x07version\x18\x06 \x01(\t".\n\x07\x44\x65\x63lare\x12#\n\x05specs\x18\x01 \x03(\x0b\x32\x14.tiermem.rpc.v1.Spec"\x86\x01\n\x04Spec\x12\x0f\n\x07spec_id\x18\x01 \x01(\r\x12"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tiermem.rpc.v1.Kind\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06nbytes\x18\x04 \x01(\x03\x12+\n\x07tensors\x18\x05 \x03(\x0b\x32\x1a.tiermem.rpc.v1.TensorSpec"^\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06nbytes\x18\x05 \x01(\x03"H\n\x05\x41\x64opt\x12\x0f\n\x07spec_id\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\r\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c"*\n\x05\x41\x64mit\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x13\n\x0b\x66loor_specs\x18\x02 \x03(\r"g\n\x06\x44\x65mand\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0e\n\x06target\x18\x04 \x01(\x04\x12"\n\x04mode\x18\x05 \x01(\x0e\x32\x14.tiermem.rpc.v1.Mode"+\n\x06\x43ommit\x12\x0f\n\x07updated\x18\x01 \x01(\x0c\x12\x10\n\x08\x63onsumed\x18\x02 \x01(\x0c"\x16\n\x04\x44one\x12\x0e\n\x06serial\x18\x01 \x01(\x04"\x1a\n\x07\x44iscard\x12\x0f\n\x07\x62undles\x18\x01 \x01(\x0c"\x07\n\x05\x43lose"\xbf\x02\n\rDaemonMessage\x12(\n\x06opened\x18\x01 \x01(\x0b\x32\x16.tiermem.rpc.v1.OpenedH\x00\x12,\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x18.tiermem.rpc.v1.AdmittedH\x00\x12&\n\x05grant\x18\x03 \x01(\x0b\x32\x15.tiermem.rpc.v1.GrantH\x00\x12(\n\x06refuse\x18\x04 \x01(\x0b\x32\x16.tiermem.rpc.v1.RefuseH\x00\x12&\n\x05\x61live\x18\x05 \x01(\x0b\x32\x15.tiermem.rpc.v1.AliveH\x00\x12(\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x16.tiermem.rpc.v1.ClosedH\x00\x12*\n\x07\x61\x64opted\x18\x07 \x01(\x0b\x32\x17.tiermem.rpc.v1.AdoptedH\x00\x42\x06\n\x04\x62ody"\x96\x01\n\x06Opened\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x66rame_bytes\x18\x04 \x01(\x03\x12\x18\n\x10\x62undle_cap_bytes\x18\x05 \x01(\x03\x12\x19\n\x11\x66lash_quota_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07version\x18\x07 \x01(\t"N\n\x08\x41\x64mitted\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x15\n\rbudget_frames\x18\x02 \x01(\x03\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t"I\n\x07\x41\x64opted\x12\x0f\n\x07spec_id\x18\x01 \x01(\r\x12\x0e\n\x06\x62undle\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t"\x98\x01\n\x05Grant\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0c\n\x04lane\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06\x62undle\x18\x04 \x01(\x04\x12"\n\x04mode\x18\x05 \x01(\x0e\x32\x14.tiermem.rpc.v1.Mode\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x0c\n\x04runs\x18\x07 \x01(\x0c\x12\x0f\n\x07\x61nswers\x18\x08 \x01(\x04"F\n\x06Refuse\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x0f\n\x07\x61nswers\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t"\x07\n\x05\x41live"\x08\n\x06\x43losed*`\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_PARAM\x10\x01\x12\r\n\tKIND_GRAD\x10\x02\x12\x0e\n\nKIND_OPTIM\x10\x03\x12\x13\n\x0fKIND_ACTIVATION\x10\x04*_\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_CREATE\x10\x01\x12\r\n\tMODE_READ\x10\x02\x12\x0f\n\x0bMODE_UPDATE\x10\x03\x12\x10\n\x0cMODE_CONSUME\x10\x04\x32\xf4\x01\n\x07TierMem\x12J\n\x07GetInfo\x12\x1e.tiermem.rpc.v1.GetInfoRequest\x1a\x1f.tiermem.rpc.v1.GetInfoResponse\x12P\n\tGetStatus\x12 .tiermem.rpc.v1.GetStatusRequest\x1a!.tiermem.rpc.v1.GetStatusResponse\x12K\n\x07Session\x12\x1d.tiermem.rpc.v1.ClientMessage\x1a\x1d.tiermem.rpc.v1.DaemonMessage(\x01\x30\x01\x62\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctiermem/rpc/v1/tiermem.proto\x12\x0etiermem.rpc.v1\"\x10\n\x0eGetInfoRequest\"\x9e\x01\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\x13\n\x0bside_socket\x18\x04 \x01(\t\x12\x1b\n\x13\x64ram_capacity_bytes\x18\x05 \x01(\x03\x12\x17\n\x0f\x64ram_free_bytes\x18\x06 \x01(\x03\x12\x10\n\x08\x65mbedded\x18\x07 \x01(\x08\"\x1f\n\x10GetStatusRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\"\'\n\x11GetStatusResponse\x12\x12\n\nstats_json\x18\x01 \x01(\x0c\"\x87\x03\n\rClientMessage\x12$\n\x04open\x18\x01 \x01(\x0b\x32\x14.tiermem.rpc.v1.OpenH\x00\x12*\n\x07\x64\x65\x63lare\x18\x02 \x01(\x0b\x32\x17.tiermem.rpc.v1.DeclareH\x00\x12&\n\x05\x61\x64mit\x18\x03 \x01(\x0b\x32\x15.tiermem.rpc.v1.AdmitH\x00\x12(\n\x06\x64\x65mand\x18\x04 \x01(\x0b\x32\x16.tiermem.rpc.v1.DemandH\x00\x12(\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x16.tiermem.rpc.v1.CommitH\x00\x12$\n\x04\x64one\x18\x06 \x01(\x0b\x32\x14.tiermem.rpc.v1.DoneH\x00\x12*\n\x07\x64iscard\x18\x07 \x01(\x0b\x32\x17.tiermem.rpc.v1.DiscardH\x00\x12&\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x15.tiermem.rpc.v1.CloseH\x00\x12&\n\x05\x61\x64opt\x18\t \x01(\x0b\x32\x15.tiermem.rpc.v1.AdoptH\x00\x42\x06\n\x04\x62ody\"n\n\x04Open\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x0b\n\x03job\x18\x03 \x01(\t\x12\x12\n\ndram_bytes\x18\x04 \x01(\x03\x12\x13\n\x0b\x66lash_bytes\x18\x05 \x01(\x03\x12\x0f\n\x07version\x18\x06 \x01(\t\".\n\x07\x44\x65\x63lare\x12#\n\x05specs\x18\x01 \x03(\x0b\x32\x14.tiermem.rpc.v1.Spec\"\x86\x01\n\x04Spec\x12\x0f\n\x07spec_id\x18\x01 \x01(\r\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.tiermem.rpc.v1.Kind\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06nbytes\x18\x04 \x01(\x03\x12+\n\x07tensors\x18\x05 \x03(\x0b\x32\x1a.tiermem.rpc.v1.TensorSpec\"^\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x03\x12\x0e\n\x06nbytes\x18\x05 \x01(\x03\"H\n\x05\x41\x64opt\x12\x0f\n\x07spec_id\x18\x01 \x01(\r\x12\x0c\n\x04\x66ile\x18\x02 \x01(\r\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64igests\x18\x04 \x01(\x0c\"*\n\x05\x41\x64mit\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x13\n\x0b\x66loor_specs\x18\x02 \x03(\r\"g\n\x06\x44\x65mand\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12\x0e\n\x06target\x18\x04 \x01(\x04\x12\"\n\x04mode\x18\x05 \x01(\x0e\x32\x14.tiermem.rpc.v1.Mode\"+\n\x06\x43ommit\x12\x0f\n\x07updated\x18\x01 \x01(\x0c\x12\x10\n\x08\x63onsumed\x18\x02 \x01(\x0c\"\x16\n\x04\x44one\x12\x0e\n\x06serial\x18\x01 \x01(\x04\"\x1a\n\x07\x44iscard\x12\x0f\n\x07\x62undles\x18\x01 \x01(\x0c\"\x07\n\x05\x43lose\"\xbf\x02\n\rDaemonMessage\x12(\n\x06opened\x18\x01 \x01(\x0b\x32\x16.tiermem.rpc.v1.OpenedH\x00\x12,\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x18.tiermem.rpc.v1.AdmittedH\x00\x12&\n\x05grant\x18\x03 \x01(\x0b\x32\x15.tiermem.rpc.v1.GrantH\x00\x12(\n\x06refuse\x18\x04 \x01(\x0b\x32\x16.tiermem.rpc.v1.RefuseH\x00\x12&\n\x05\x61live\x18\x05 \x01(\x0b\x32\x15.tiermem.rpc.v1.AliveH\x00\x12(\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x16.tiermem.rpc.v1.ClosedH\x00\x12*\n\x07\x61\x64opted\x18\x07 \x01(\x0b\x32\x17.tiermem.rpc.v1.AdoptedH\x00\x42\x06\n\x04\x62ody\"\x96\x01\n\x06Opened\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0b\n\x03job\x18\x02 \x01(\t\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x03\x12\x13\n\x0b\x66rame_bytes\x18\x04 \x01(\x03\x12\x18\n\x10\x62undle_cap_bytes\x18\x05 \x01(\x03\x12\x19\n\x11\x66lash_quota_bytes\x18\x06 \x01(\x03\x12\x0f\n\x07version\x18\x07 \x01(\t\"N\n\x08\x41\x64mitted\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x15\n\rbudget_frames\x18\x02 \x01(\x03\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"I\n\x07\x41\x64opted\x12\x0f\n\x07spec_id\x18\x01 \x01(\r\x12\x0e\n\x06\x62undle\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x98\x01\n\x05Grant\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0c\n\x04lane\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06\x62undle\x18\x04 \x01(\x04\x12\"\n\x04mode\x18\x05 \x01(\x0e\x32\x14.tiermem.rpc.v1.Mode\x12\x0f\n\x07version\x18\x06 \x01(\x04\x12\x0c\n\x04runs\x18\x07 \x01(\x0c\x12\x0f\n\x07\x61nswers\x18\x08 \x01(\x04\"F\n\x06Refuse\x12\x0c\n\x04lane\x18\x01 \x01(\t\x12\x0f\n\x07\x61nswers\x18\x02 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\"\x07\n\x05\x41live\"\x08\n\x06\x43losed*`\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0e\n\nKIND_PARAM\x10\x01\x12\r\n\tKIND_GRAD\x10\x02\x12\x0e\n\nKIND_OPTIM\x10\x03\x12\x13\n\x0fKIND_ACTIVATION\x10\x04*_\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bMODE_CREATE\x10\x01\x12\r\n\tMODE_READ\x10\x02\x12\x0f\n\x0bMODE_UPDATE\x10\x03\x12\x10\n\x0cMODE_CONSUME\x10\x04\x32\xf4\x01\n\x07TierMem\x12J\n\x07GetInfo\x12\x1e.tiermem.rpc.v1.GetInfoRequest\x1a\x1f.tiermem.rpc.v1.GetInfoResponse\x12P\n\tGetStatus\x12 .tiermem.rpc.v1.GetStatusRequest\x1a!.tiermem.rpc.v1.GetStatusResponse\x12K\n\x07Session\x12\x1d.tiermem.rpc.v1.ClientMessage\x1a\x1d.tiermem.rpc.v1.DaemonMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "tiermem.rpc.v1.tiermem_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tiermem.rpc.v1.tiermem_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_KIND"]._serialized_start = 2293
-    _globals["_KIND"]._serialized_end = 2389
-    _globals["_MODE"]._serialized_start = 2391
-    _globals["_MODE"]._serialized_end = 2486
-    _globals["_GETINFOREQUEST"]._serialized_start = 48
-    _globals["_GETINFOREQUEST"]._serialized_end = 64
-    _globals["_GETINFORESPONSE"]._serialized_start = 67
-    _globals["_GETINFORESPONSE"]._serialized_end = 225
-    _globals["_GETSTATUSREQUEST"]._serialized_start = 227
-    _globals["_GETSTATUSREQUEST"]._serialized_end = 258
-    _globals["_GETSTATUSRESPONSE"]._serialized_start = 260
-    _globals["_GETSTATUSRESPONSE"]._serialized_end = 299
-    _globals["_CLIENTMESSAGE"]._serialized_start = 302
-    _globals["_CLIENTMESSAGE"]._serialized_end = 693
-    _globals["_OPEN"]._serialized_start = 695
-    _globals["_OPEN"]._serialized_end = 805
-    _globals["_DECLARE"]._serialized_start = 807
-    _globals["_DECLARE"]._serialized_end = 853
-    _globals["_SPEC"]._serialized_start = 856
-    _globals["_SPEC"]._serialized_end = 990
-    _globals["_TENSORSPEC"]._serialized_start = 992
-    _globals["_TENSORSPEC"]._serialized_end = 1086
-    _globals["_ADOPT"]._serialized_start = 1088
-    _globals["_ADOPT"]._serialized_end = 1160
-    _globals["_ADMIT"]._serialized_start = 1162
-    _globals["_ADMIT"]._serialized_end = 1204
-    _globals["_DEMAND"]._serialized_start = 1206
-    _globals["_DEMAND"]._serialized_end = 1309
-    _globals["_COMMIT"]._serialized_start = 1311
-    _globals["_COMMIT"]._serialized_end = 1354
-    _globals["_DONE"]._serialized_start = 1356
-    _globals["_DONE"]._serialized_end = 1378
-    _globals["_DISCARD"]._serialized_start = 1380
-    _globals["_DISCARD"]._serialized_end = 1406
-    _globals["_CLOSE"]._serialized_start = 1408
-    _globals["_CLOSE"]._serialized_end = 1415
-    _globals["_DAEMONMESSAGE"]._serialized_start = 1418
-    _globals["_DAEMONMESSAGE"]._serialized_end = 1737
-    _globals["_OPENED"]._serialized_start = 1740
-    _globals["_OPENED"]._serialized_end = 1890
-    _globals["_ADMITTED"]._serialized_start = 1892
-    _globals["_ADMITTED"]._serialized_end = 1970
-    _globals["_ADOPTED"]._serialized_start = 1972
-    _globals["_ADOPTED"]._serialized_end = 2045
-    _globals["_GRANT"]._serialized_start = 2048
-    _globals["_GRANT"]._serialized_end = 2200
-    _globals["_REFUSE"]._serialized_start = 2202
-    _globals["_REFUSE"]._serialized_end = 2272
-    _globals["_ALIVE"]._serialized_start = 2274
-    _globals["_ALIVE"]._serialized_end = 2281
-    _globals["_CLOSED"]._serialized_start = 2283
-    _globals["_CLOSED"]._serialized_end = 2291
-    _globals["_TIERMEM"]._serialized_start = 2489
-    _globals["_TIERMEM"]._serialized_end = 2733
+  DESCRIPTOR._loaded_options = None
+  _globals['_KIND']._serialized_start=2293
+  _globals['_KIND']._serialized_end=2389
+  _globals['_MODE']._serialized_start=2391
+  _globals['_MODE']._serialized_end=2486
+  _globals['_GETINFOREQUEST']._serialized_start=48
+  _globals['_GETINFOREQUEST']._serialized_end=64
+  _globals['_GETINFORESPONSE']._serialized_start=67
+  _globals['_GETINFORESPONSE']._serialized_end=225
+  _globals['_GETSTATUSREQUEST']._serialized_start=227
+  _globals['_GETSTATUSREQUEST']._serialized_end=258
+  _globals['_GETSTATUSRESPONSE']._serialized_start=260
+  _globals['_GETSTATUSRESPONSE']._serialized_end=299
+  _globals['_CLIENTMESSAGE']._serialized_start=302
+  _globals['_CLIENTMESSAGE']._serialized_end=693
+  _globals['_OPEN']._serialized_start=695
+  _globals['_OPEN']._serialized_end=805
+  _globals['_DECLARE']._serialized_start=807
+  _globals['_DECLARE']._serialized_end=853
+  _globals['_SPEC']._serialized_start=856
+  _globals['_SPEC']._serialized_end=990
+  _globals['_TENSORSPEC']._serialized_start=992
+  _globals['_TENSORSPEC']._serialized_end=1086
+  _globals['_ADOPT']._serialized_start=1088
+  _globals['_ADOPT']._serialized_end=1160
+  _globals['_ADMIT']._serialized_start=1162
+  _globals['_ADMIT']._serialized_end=1204
+  _globals['_DEMAND']._serialized_start=1206
+  _globals['_DEMAND']._serialized_end=1309
+  _globals['_COMMIT']._serialized_start=1311
+  _globals['_COMMIT']._serialized_end=1354
+  _globals['_DONE']._serialized_start=1356
+  _globals['_DONE']._serialized_end=1378
+  _globals['_DISCARD']._serialized_start=1380
+  _globals['_DISCARD']._serialized_end=1406
+  _globals['_CLOSE']._serialized_start=1408
+  _globals['_CLOSE']._serialized_end=1415
+  _globals['_DAEMONMESSAGE']._serialized_start=1418
+  _globals['_DAEMONMESSAGE']._serialized_end=1737
+  _globals['_OPENED']._serialized_start=1740
+  _globals['_OPENED']._serialized_end=1890
+  _globals['_ADMITTED']._serialized_start=1892
+  _globals['_ADMITTED']._serialized_end=1970
+  _globals['_ADOPTED']._serialized_start=1972
+  _globals['_ADOPTED']._serialized_end=2045
+  _globals['_GRANT']._serialized_start=2048
+  _globals['_GRANT']._serialized_end=2200
+  _globals['_REFUSE']._serialized_start=2202
+  _globals['_REFUSE']._serialized_end=2272
+  _globals['_ALIVE']._serialized_start=2274
+  _globals['_ALIVE']._serialized_end=2281
+  _globals['_CLOSED']._serialized_start=2283
+  _globals['_CLOSED']._serialized_end=2291
+  _globals['_TIERMEM']._serialized_start=2489
+  _globals['_TIERMEM']._serialized_end=2733
 # @@protoc_insertion_point(module_scope)
