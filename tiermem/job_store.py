@@ -17,7 +17,9 @@ from functools import partial
 from tiermem.allocator import Run
 from tiermem.bundle import BundleSpec
 from tiermem.clock import Clock
-from tiermem.errors import DaemonUnavailable, DataLoss, TiermemError
+from tiermem.digest import digest
+from tiermem.errors import DaemonUnavailable, DataLoss, InvalidArgument, ProtocolError, ResourceExhausted, TiermemError
+from tiermem.file_pieces import Adoption, FilePiece, pieces_of, pieces_within
 from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
 from tiermem.grants.ledger import GrantLedger
 from tiermem.grants.messages import ClientBody, DaemonBody, Demand
@@ -28,9 +30,10 @@ from tiermem.placement.lru import LeastRecentlyUsed
 from tiermem.residency import State
 from tiermem.stats import EvictReason, JobStats, Link, StallCause, TierStats
 from tiermem.tiers.base import Extent, Tier
-from tiermem.tiers.digest import digest
 from tiermem.tiers.dram import DramTier
 from tiermem.tiers.flash_directory import FlashDirectory
+from tiermem.tiers.os_calls import LinuxCalls
+from tiermem.tiers.source_file import SourceFile
 from tiermem.units import format_size
 
 
@@ -42,12 +45,25 @@ class FlashCopy:
     digests: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class FileCopy:
+    """A bundle's bytes in a file of the client's, and the digest of each chunk's pieces as the client has seen them."""
+
+    file: SourceFile
+    pieces: tuple[FilePiece, ...]
+    digests: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _CopyInProgress:
     """What a write-back has so far. Chunks run in parallel, each with its own index."""
 
     digests: list[int]
     extent: Extent | None = None
+
+
+MAX_FILES = 256
+"""Descriptors of a client that one job keeps open."""
 
 
 class JobStore:
@@ -65,7 +81,11 @@ class JobStore:
         mover: Mover,
         clock: Clock,
         next_bundle_id: Callable[[], int],
+        file_place: int = 0,
     ) -> None:
+        """`file_place`: the mover's place where clients' files are read, best one of its own, as they may be on a disk
+        that is slow or gone.
+        """
         self.job, self.session, self.pid, self.layout = job, session, pid, layout
         self._dram, self._flash, self._directories, self._mover, self._clock = dram, flash, directories, mover, clock
         self._lock = threading.Lock()
@@ -82,7 +102,9 @@ class JobStore:
             next_bundle_id,
             ", ".join(str(directory.path) for directory in directories),
         )
-        self._copies: dict[int, FlashCopy] = {}  # guarded by _lock
+        self._file_place = file_place
+        self._files: dict[int, SourceFile] = {}  # guarded by _lock; by the client's number
+        self._copies: dict[int, FlashCopy | FileCopy] = {}  # guarded by _lock
         self._asked_at: dict[tuple[str, int], float] = {}  # guarded by _lock
         self._stall_s = dict.fromkeys(StallCause, 0.0)  # guarded by _lock
         self._closed = False  # guarded by _lock
@@ -107,6 +129,53 @@ class JobStore:
         """Raises ResourceExhausted or ProtocolError (the ledger's)."""
         with self._lock:
             return self._ledger.admit(lane, floor_specs)
+
+    def add_file(self, number: int, fd: int) -> None:
+        """Take over a client's descriptor, for `adopt` to name. It is closed with the job, or at once on an error.
+
+        Raises InvalidArgument (not a regular file, not readable), ResourceExhausted (`MAX_FILES`), ProtocolError (the
+        number is taken).
+        """
+        file = SourceFile(fd, LinuxCalls())
+        try:
+            with self._lock:
+                if self._closed:
+                    raise DaemonUnavailable(f"job {self.job!r} has ended")
+                if number in self._files:
+                    raise ProtocolError(f"file {number} was passed in before")
+                if len(self._files) == MAX_FILES:
+                    raise ResourceExhausted(f"job {self.job!r} has passed in {MAX_FILES} files, which are the most")
+                self._files[number] = file
+        except TiermemError:
+            file.close()
+            raise
+
+    def adopt(self, adoption: Adoption) -> int:
+        """The id of a new bundle whose bytes are in a file of the client's; no byte moves now.
+
+        Raises ProtocolError for numbers that were never declared or do not fit the form, InvalidArgument where the file
+        ends before the bytes do (it may have been cut since the client looked). Nothing is changed then.
+        """
+        with self._lock:
+            spec, file = self._ledger.specs.get(adoption.spec_id), self._files.get(adoption.file)
+            if spec is None or file is None:
+                raise ProtocolError(f"spec {adoption.spec_id} or file {adoption.file} is unknown to this session")
+            chunks = len(self._chunks(spec.nbytes))
+            if not spec.tensors or len(adoption.offsets) != len(spec.tensors) or len(adoption.digests) != chunks:
+                raise ProtocolError(
+                    f"adoption of {spec} with {len(adoption.offsets)} offsets for {len(spec.tensors)} tensors and "
+                    f"{len(adoption.digests)} digests for {chunks} chunks"
+                )
+            pieces = pieces_of(spec, adoption.offsets)
+            ends = [0, *(piece.bundle_offset + piece.nbytes for piece in pieces)]
+            if any(piece.bundle_offset < end for piece, end in zip(pieces, ends, strict=False)):
+                raise ProtocolError(f"adoption of {spec}, whose tensors are out of order or overlap")
+            end = max(piece.file_offset + piece.nbytes for piece in pieces)
+            if end > file.size_bytes:
+                raise InvalidArgument(f"{spec} ends at byte {end} of {file.path}, which has {file.size_bytes}")
+            bundle = self._ledger.adopt(adoption.spec_id)
+            self._copies[bundle] = FileCopy(file, pieces, adoption.digests)
+            return bundle
 
     def receive(self, message: ClientBody) -> None:
         """Act on one message. Raises ProtocolError before anything is changed."""
@@ -139,7 +208,7 @@ class JobStore:
                     work.append(self._write_back(effect.bundle))
                 case FreeFlash():
                     copy = self._copies.pop(effect.bundle, None)
-                    if copy is not None:
+                    if isinstance(copy, FlashCopy):
                         self._flash.free(copy.extent)
         if self._closed and self._ledger.drained:
             self._drained.notify_all()
@@ -161,14 +230,17 @@ class JobStore:
 
     def _load(self, bundle: int) -> Transfer:
         record, copy = self._ledger.bundles[bundle], self._copies[bundle]
-        spans = zip(self._chunks(record.spec.nbytes), copy.digests, strict=True)
-        chunks = [
-            partial(self._read_chunk, record.spec, record.runs, copy.extent, span, expected) for span, expected in spans
-        ]
+        spec, runs = record.spec, record.runs
+        spans = zip(self._chunks(spec.nbytes), copy.digests, strict=True)
+        match copy:
+            case FlashCopy(extent, _):
+                place = extent.place
+                chunks = [partial(self._read_chunk, spec, runs, extent, span, expected) for span, expected in spans]
+            case FileCopy():
+                place = self._file_place
+                chunks = [partial(self._read_file_chunk, spec, runs, copy, span, expected) for span, expected in spans]
         done = partial(self._load_done, bundle)
-        return Transfer(
-            Link.FLASH_TO_DRAM, record.spec.nbytes, Prepared(copy.extent.place, chunks), done, -math.inf, self.session
-        )
+        return Transfer(Link.FLASH_TO_DRAM, spec.nbytes, Prepared(place, chunks), done, -math.inf, self.session)
 
     def _read_chunk(
         self, spec: BundleSpec, runs: tuple[Run, ...], extent: Extent, span: tuple[int, int], expected: int
@@ -183,6 +255,20 @@ class JobStore:
                 f"{spec} of job {self.job!r}: {format_size(span[1])} at offset {span[0]} read back from "
                 f"{directory.path} are not "
                 "what was written; check the drive, and restore the job from its last checkpoint"
+            )
+
+    def _read_file_chunk(
+        self, spec: BundleSpec, runs: tuple[Run, ...], copy: FileCopy, span: tuple[int, int], expected: int
+    ) -> None:
+        filled: list[memoryview] = []
+        for piece in pieces_within(copy.pieces, *span):
+            views = self._dram.views(runs, piece.bundle_offset, piece.nbytes)
+            copy.file.read(piece.file_offset, views)
+            filled += views
+        if digest(filled) != expected:
+            raise DataLoss(
+                f"{spec} of job {self.job!r}: {copy.file.path} has been changed since attach; frozen weights are read "
+                "from there while the job runs: put the file back as it was, and attach again"
             )
 
     def _load_done(self, bundle: int, error: TiermemError | None) -> None:
@@ -222,7 +308,7 @@ class JobStore:
                 assert copy.extent is not None
                 old = self._copies.get(bundle)
                 self._copies[bundle] = FlashCopy(copy.extent, tuple(copy.digests))
-                superfluous = None if old is None else old.extent
+                superfluous = old.extent if isinstance(old, FlashCopy) else None
             if superfluous is not None:
                 self._flash.free(superfluous)
             effects = self._ledger.written(bundle) if error is None else self._ledger.write_failed(bundle, error)
@@ -249,6 +335,10 @@ class JobStore:
                 )
         self._flash.close()
         self._dram.close()
+        with self._lock:
+            files, self._files = list(self._files.values()), {}
+        for file in files:
+            file.close()
         self._mover.forget(self.session)
 
     def snapshot(self) -> JobStats:
@@ -293,6 +383,8 @@ class JobStore:
             self._ledger.check_invariants()
             for bundle, record in self._ledger.bundles.items():
                 if record.state in (State.FLASH, State.LOADING, State.CLEAN):
-                    assert bundle in self._copies, f"bundle {bundle} is {record.state} without a flash copy"
+                    copy = self._copies.get(bundle)
+                    assert copy is not None, f"bundle {bundle} is {record.state} without a flash copy"
+                    assert record.external == isinstance(copy, FileCopy), f"bundle {bundle} is not where it should be"
             assert set(self._copies) <= set(self._ledger.bundles), "flash copies of bundles that are gone"
         self._flash.check_invariants()

@@ -2,11 +2,13 @@
 under the store's lock.
 
     ABSENT -create-> BLANK -commit-> DIRTY -write-> WRITING -written-> CLEAN
+    ABSENT -adopt-> FLASH
     CLEAN -drop-> FLASH -load-> LOADING -loaded-> CLEAN
 
 The state says which memory a bundle costs: BLANK, LOADING, CLEAN, DIRTY, WRITING and DOOMED own DRAM frames, the others
 own none. At every moment the newest committed version is in DRAM (CLEAN, DIRTY, WRITING) or in flash (FLASH, LOADING,
-CLEAN); beside DIRTY and WRITING flash may still hold an older one.
+CLEAN); beside DIRTY and WRITING flash may still hold an older one. The flash copy of an adopted bundle is a file of the
+client's, until the first write-back.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class Event(enum.Enum):
     """What happens to a bundle."""
 
     CREATE = "create"
+    ADOPT = "adopt"  # its bytes are in a file that the client has passed in
     COMMIT = "commit"
     LOAD = "load"
     LOADED = "loaded"
@@ -53,6 +56,7 @@ class Event(enum.Enum):
 _S, _E = State, Event
 TRANSITIONS: dict[tuple[State, Event], State] = {
     (_S.ABSENT, _E.CREATE): _S.BLANK,
+    (_S.ABSENT, _E.ADOPT): _S.FLASH,
     (_S.ABSENT, _E.DISCARD): _S.GONE,
     (_S.BLANK, _E.COMMIT): _S.DIRTY,
     (_S.BLANK, _E.ABANDON): _S.ABSENT,
@@ -87,6 +91,9 @@ class IllegalTransition(AssertionError):
 class BundleRecord:
     """What the ledger knows of one bundle. `version` is the newest committed one (0: none), `flash_version` that of the
     flash copy.
+
+    `external`: that copy is a file of the client's, which takes no room in the flash tier. `charged`: the bundle counts
+    against the flash quota; an adopted one does from the first grant to write it on.
     """
 
     bundle_id: int
@@ -96,6 +103,8 @@ class BundleRecord:
     runs: tuple[Run, ...] = ()
     version: int = 0
     flash_version: int = 0
+    external: bool = False
+    charged: bool = True
     history: deque[str] = field(default_factory=lambda: deque(maxlen=16))
 
     def apply(self, event: Event) -> None:
@@ -111,6 +120,10 @@ class BundleRecord:
 
     def check_invariants(self) -> None:
         """Sizes and versions fit the state."""
+        assert not self.external or self.flash_version > 0, f"bundle {self.bundle_id}: in a file, but of no version"
+        assert self.charged or (self.external and self.flash_version == self.version), (
+            f"bundle {self.bundle_id}: takes flash room that nobody has charged"
+        )
         owned = sum(n for _, n in self.runs)
         assert owned == (self.frames if self.state in FRAMED else 0), (
             f"bundle {self.bundle_id}: {self.state} owns {owned} frames"

@@ -87,10 +87,12 @@ class TensorStore:
         clock: Clock,
         default_job_share: float = 0.5,
         wrap_flash: Callable[[Tier], Tier] = lambda tier: tier,
+        file_place: int = 0,
     ) -> None:
         self.dram_bytes = dram_bytes
         self._directories, self._mover, self._clock = tuple(directories), mover, clock
         self._default_job_share = default_job_share
+        self._file_place = file_place  # of the mover, for clients' files
         self._wrap_flash = wrap_flash  # for scripted faults
         self._lock = threading.Lock()
         self._jobs: dict[str, JobStore | None] = {}  # guarded by _lock; None while it is being opened
@@ -150,6 +152,7 @@ class TensorStore:
             self._mover,
             self._clock,
             lambda: next(self._bundle_ids),
+            self._file_place,
         )
         with self._lock:
             self._jobs[job] = store

@@ -25,6 +25,7 @@ from tiermem_client.address_space import Mechanism
 from tiermem_client.channel import dial, resolve_endpoint
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
+from tiermem_client.file_backed import FileSources
 from tiermem_client.floors import main_floor
 from tiermem_client.grads import GradBook, GradHandle
 from tiermem_client.guard import GuardBook
@@ -38,7 +39,7 @@ from tiermem_client.session import MAIN, Session
 from tiermem_client.shadow import OptimizerForm, OptimizerProbe
 from tiermem_client.storage_swap import rehome
 from tiermem_client.unit_hooks import UnitHooks
-from tiermem_client.units import ManagedStorage, Unit, build_groups, collect_storages, discover_units
+from tiermem_client.units import Group, ManagedStorage, Unit, build_groups, collect_storages, discover_units
 from tiermem_client.updates import Updater
 
 if TYPE_CHECKING:
@@ -112,13 +113,17 @@ def attach(
     residency = Residency(session)
     book = GradBook(residency)
     attached = Job(name, model, residency, storages, book, None, daemon, _fallbacks(session))
+    sources = FileSources(session)
     try:
+        _find_files(storages, optimizer, sources)
         _build(attached, units, optimizer, forms)
-        _adopt(attached, units, optimizer)
+        _adopt(attached, units, sources)
         _hook(attached, units, optimizer)
     except BaseException:
         _abort(attached)
         raise
+    finally:
+        sources.close()
     remember(attached)
     _attached.update(model.modules())
     attached.undo.insert(0, lambda: _attached.difference_update(model.modules()))
@@ -126,11 +131,12 @@ def attach(
     if not faulthandler.is_enabled() and sys.stderr is not None and _has_fileno():
         faulthandler.enable()  # a stray access to bytes that are not resident is a fault: show the Python line
     _log.info(
-        "job %r: %d units, %d tensors, %s of parameters; %s of DRAM",
+        "job %r: %d units, %d tensors, %s of parameters, of which %s stay in their files; %s of DRAM",
         name,
         len(units),
         len(storages),
         format_size(sum(s.nbytes for s in storages.values())),
+        format_size(attached.adopted_file_bytes),
         format_size(session.opened.arena_bytes),
     )
     return attached
@@ -283,11 +289,56 @@ def _parameters_used(module: nn.Module, unit: Unit, units: list[Unit]) -> list[n
     return list(module.parameters())
 
 
-def _adopt(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
-    """Move bytes into the store: parameters, gradients that exist, optimizer state that exists."""
+def _find_files(
+    storages: dict[int, ManagedStorage], optimizer: torch.optim.Optimizer | None, sources: FileSources
+) -> None:
+    """Note for each frozen storage the file that it seems to be in."""
+    updated = {p for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else set()
+    for storage in storages.values():
+        if not any(m.parameter.requires_grad or m.parameter in updated for m in storage.parameters):
+            storage.source = sources.find(storage.storage.data_ptr(), storage.nbytes)
+
+
+def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
+    """Leave a group's bytes in the file that they were loaded from; False if they are not there after all."""
+    file = group.storages[0].file
+    if file is None:
+        return False
+    opened, adoptions = job.residency.session.opened, []
+    chunk_bytes = arena_layout(opened.arena_bytes).chunk_bytes
+    for bundle in group.bundles:
+        first = bundle.address  # of the bundle's bytes; a tile's tensor is a part of its storage
+        parts = [
+            (s, first + t.offset_bytes - s.address) for s, t in zip(group.storages, bundle.spec.tensors, strict=True)
+        ]
+        addresses = [s.storage.data_ptr() + at for s, at in parts]
+        offsets = [s.source.offset + at for s, at in parts if s.source is not None]
+        adoption = sources.adoption(bundle.spec, addresses, offsets, file, chunk_bytes)
+        if adoption is None:
+            names = ", ".join(s.name for s in group.storages[:3])
+            job.fallbacks += (
+                f"frozen weights of {group.unit!r} ({names}, ...): copied (changed since they were loaded)",
+            )
+            _log.info("job %r: %s", job.name, job.fallbacks[-1])
+            return False
+        adoptions.append(adoption)
+    job.residency.adopt(group.bundles, adoptions)
+    for storage in group.storages:
+        tensors = [m.parameter for m in storage.parameters]
+        rehome(storage.storage, storage.address, storage.nbytes, tensors=tensors, copy=False)
+        job.adopted.append(storage)
+        job.adopted_file_bytes += storage.nbytes
+    return True
+
+
+def _adopt(job: Job, units: list[Unit], sources: FileSources) -> None:
+    """Bring bytes into the store: parameters, gradients that exist, optimizer state that exists."""
     residency = job.residency
+    job.fallbacks += tuple(sources.refusals)
     for unit in units:
         for group in unit.groups:
+            if _adopt_from_file(job, group, sources):
+                continue
             residency.acquire(group.bundles, Mode.CREATE)
             for storage in group.storages:
                 tensors = [m.parameter for m in storage.parameters]

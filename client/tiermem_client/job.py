@@ -32,7 +32,8 @@ class TrainerStats:
 
     `hits` and `misses` are demands answered at once and after a transfer; `local` are acquisitions that needed no
     demand. `stall_s` is the time in which the script waited for the daemon, `leases` what it holds now. `fallbacks`
-    names every mechanism that is not the first choice.
+    names every mechanism that is not the first choice. `adopted_file_bytes` are frozen weights that are read from the
+    file they were loaded from, and never written to flash.
     """
 
     job: str
@@ -49,6 +50,7 @@ class TrainerStats:
     residency: ResidencyStats
     address_space: AddressSpaceStats
     fallbacks: tuple[str, ...] = ()
+    adopted_file_bytes: int = 0
 
     @property
     def hit_ratio(self) -> float:
@@ -70,6 +72,7 @@ class Job:
     fallbacks: tuple[str, ...] = ()
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
     adopted: list[ManagedStorage] = field(default_factory=list, repr=False)  # storages whose bytes are in the store
+    adopted_file_bytes: int = 0
     attached: bool = True
 
     def stats(self) -> TrainerStats:
@@ -96,6 +99,7 @@ class Job:
             residency=mine,
             address_space=space,
             fallbacks=self.fallbacks,
+            adopted_file_bytes=self.adopted_file_bytes,
         )
 
     def flush(self) -> None:

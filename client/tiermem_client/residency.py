@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.errors import TiermemError
+from tiermem.file_pieces import Adoption
 from tiermem.grants.table import Lease
 from tiermem_client.address_space import Range
 from tiermem_client.session import Session
@@ -164,6 +165,12 @@ class Residency:
     def _id(self, bundle: Bundle) -> int:
         assert bundle.bundle_id is not None
         return bundle.bundle_id
+
+    def adopt(self, bundles: Sequence[Bundle], adoptions: Sequence[Adoption]) -> None:
+        """Give new bundles bytes that are in files; none of them is leased then. Raises as Session.adopt."""
+        with self.session.lock:
+            for bundle, bundle_id in zip(bundles, self.session.adopt(adoptions), strict=True):
+                bundle.bundle_id, bundle.version = bundle_id, 1
 
     def commit(self, bundles: Iterable[Bundle]) -> None:
         """Make what was written under the present leases the newest version, as one transaction. They stay leased for

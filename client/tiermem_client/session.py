@@ -20,6 +20,7 @@ import grpc
 from tiermem import __version__
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.errors import DaemonTimeout, DaemonUnavailable, TiermemError, Unsupported, error_for
+from tiermem.file_pieces import Adoption
 from tiermem.grants.table import GrantTable, Lease, Waiter
 from tiermem.rpc import codec
 from tiermem.rpc.status import error_from_rpc
@@ -50,6 +51,7 @@ class Session:
         self._closing = False  # guarded by lock
         self._closed = False  # guarded by lock; there is no address space any more
         self._admitted: pb.Admitted | None = None  # guarded by lock
+        self._adopted: dict[int, pb.Adopted] = {}  # guarded by lock; by spec
         self._heard_at = time.monotonic()  # guarded by lock
         self._pid = os.getpid()
         _sessions.add(self)
@@ -128,6 +130,26 @@ class Session:
             if answer.code:
                 raise error_for(answer.code, answer.message)
             return answer.budget_frames
+
+    def send_file(self, number: int, fd: int) -> None:
+        """Pass a file in, for `adopt` to name. The attaching thread's alone. Raises as SideChannel.send_file."""
+        self._check()
+        self._side.send_file(number, fd, self.timeout_s)
+
+    def adopt(self, adoptions: Sequence[Adoption]) -> list[int]:
+        """New bundles, version 1, whose bytes are in files; their ids, in order. Raises InvalidArgument where a file is
+        too short by now.
+        """
+        with self.lock:
+            self._check()
+            for adoption in adoptions:
+                self._outgoing.put(codec.encode_adopt(adoption))
+            self._wait(lambda: all(a.spec_id in self._adopted for a in adoptions), "an adoption")
+            answers = [self._adopted.pop(adoption.spec_id) for adoption in adoptions]
+        for answer in answers:
+            if answer.code:
+                raise error_for(answer.code, answer.message)
+        return [answer.bundle for answer in answers]
 
     def demand(self, target: int, mode: Mode, what: object) -> Lease:
         """Ask for a lease and wait for it (the lock is released meanwhile). Raises the daemon's typed refusal, or
@@ -262,6 +284,8 @@ class Session:
                 self.table.receive(codec.decode_refuse(message.refuse))
             case "admitted":
                 self._admitted = message.admitted
+            case "adopted":
+                self._adopted[message.adopted.spec_id] = message.adopted
             case "closed":
                 return False
         return True

@@ -20,7 +20,7 @@ _FD = struct.Struct("i")
 
 
 class SideChannel:
-    """One connection, used by one thread: `connect`, then `receive_descriptor`, then `close`."""
+    """One connection, used by one thread: `connect`, `receive_descriptor`, `send_file` for each file, `close`."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -61,6 +61,24 @@ class SideChannel:
             _close_all(fds)
             raise ProtocolError(f"the daemon at {self._path} sent {len(fds)} descriptors with {payload!r}, not 1")
         return fds[0], payload
+
+    def send_file(self, number: int, fd: int, timeout_s: float) -> None:
+        """Pass a copy of `fd` to the daemon, which knows it as `number` from then on. Raises the daemon's refusal
+        (InvalidArgument, ResourceExhausted), DaemonUnavailable, DaemonTimeout.
+        """
+        if self._socket is None:
+            raise ProtocolError("the side channel is not connected")
+        self._socket.settimeout(timeout_s)
+        try:
+            socket.send_fds(self._socket, [json.dumps({"file": number}).encode()], [fd])
+        except TimeoutError as error:
+            raise self._silent(timeout_s) from error
+        except OSError as error:
+            raise DaemonUnavailable(f"the daemon at {self._path} closed the side socket: {error.strerror}") from error
+        answer, fds = self._receive(timeout_s)
+        _close_all(fds)
+        if answer.get("file") != number:
+            raise ProtocolError(f"the daemon at {self._path} answered file {number} with {answer!r}")
 
     def close(self) -> None:
         """Idempotent. Descriptors received stay open."""

@@ -39,13 +39,15 @@ def rehome(
     *,
     tensors: Sequence[torch.Tensor] = (),
     mechanism: Mechanism | None = None,
+    copy: bool = True,
 ) -> None:
     """Copy the whole storage to `address` and let it live there; its old memory is freed.
 
     `address` is a multiple of 64, mapped and writable now, and outlives the storage's stay; `nbytes` is the storage's
-    size. A storage of 0 bytes has no address and is left alone. `tensors` are all tensors on the storage that must
-    follow where the mechanism is DATA; `mechanism=None` is what `self_test` found. Raises InvalidArgument, Unsupported;
-    nothing has changed then.
+    size. With `copy=False` no byte is read or written: whoever maps the address later has put the same bytes there. A
+    storage of 0 bytes has no address and is left alone. `tensors` are all tensors on the storage that must follow where
+    the mechanism is DATA; `mechanism=None` is what `self_test` found. Raises InvalidArgument, Unsupported; nothing has
+    changed then.
     """
     storage = _storage_of(target)
     if storage.nbytes() != nbytes:
@@ -53,7 +55,7 @@ def rehome(
     if address % TENSOR_ALIGN_BYTES:
         raise InvalidArgument(f"address {address:#x} is not a multiple of {TENSOR_ALIGN_BYTES}")
     if nbytes:
-        _switch(storage, alias(address, nbytes, torch.uint8, (nbytes,)).untyped_storage(), tensors, mechanism)
+        _switch(storage, alias(address, nbytes, torch.uint8, (nbytes,)).untyped_storage(), tensors, mechanism, copy)
 
 
 def evacuate(
@@ -146,12 +148,16 @@ def _switch(
     fresh: torch.UntypedStorage,
     tensors: Sequence[torch.Tensor],
     mechanism: Mechanism | None,
+    copy: bool = True,
 ) -> None:
-    """Copy the bytes into `fresh`, of the same size, and let the storage (or `tensors`) use that memory."""
+    """Copy the bytes into `fresh`, of the same size, unless they will be there anyway, and let the storage (or
+    `tensors`) use that memory.
+    """
     chosen = mechanism or self_test()
     if chosen is Mechanism.DATA:
         _check_followers(storage, tensors)
-    ctypes.memmove(fresh.data_ptr(), storage.data_ptr(), storage.nbytes())  # unlike copy_, with non-temporal stores
+    if copy:  # unlike copy_, with non-temporal stores
+        ctypes.memmove(fresh.data_ptr(), storage.data_ptr(), storage.nbytes())
     if chosen is Mechanism.SWAP:
         storage._swap_data_ptr_(fresh)  # type: ignore[attr-defined]  # `fresh` takes the old memory along when it dies
         return

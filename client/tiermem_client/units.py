@@ -18,6 +18,7 @@ from tiermem.bundle import Kind, TensorSpec
 from tiermem.errors import Unsupported
 from tiermem.layout import TENSOR_ALIGN_BYTES
 from tiermem.units import round_up
+from tiermem_client.file_backed import FileSource
 from tiermem_client.residency import Bundle, Residency
 from tiermem_client.storage_swap import storage_key
 
@@ -47,7 +48,10 @@ class ManagedParameter:
 
 @dataclass(slots=True, eq=False)
 class ManagedStorage:
-    """One torch storage that lives in the store; views, tied parameters and saved tensors all point into it."""
+    """One torch storage that lives in the store; views, tied parameters and saved tensors all point into it.
+
+    `source`: a file that its bytes seem to be in, if it is frozen (`file_backed`).
+    """
 
     storage: torch.UntypedStorage = field(repr=False)  # its text reads bytes, which may not be here
     nbytes: int
@@ -55,6 +59,11 @@ class ManagedStorage:
     parameters: list[ManagedParameter] = field(default_factory=list)
     group: Group | None = None
     offset_bytes: int = 0
+    source: FileSource | None = None
+
+    @property
+    def file(self) -> int | None:
+        return None if self.source is None else self.source.file
 
     @property
     def address(self) -> int:
@@ -64,7 +73,9 @@ class ManagedStorage:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Storages whose bytes share bundles. `bundles` are its PARAM bundles: one, or the tiles of one large storage."""
+    """Storages whose bytes share bundles: of one file, or of none. `bundles` are its PARAM bundles: one, or the tiles
+    of one large storage.
+    """
 
     owner: Unit
     storages: list[ManagedStorage]
@@ -194,10 +205,17 @@ def build_groups(
     """Cut a unit's storages into groups and declare their PARAM bundles.
 
     `weight` is the largest kind's bytes over the parameter's: where the optimizer keeps two moments, 2; so no bundle of
-    any kind is above the cap.
+    any kind is above the cap. Storages that may be adopted from a file share no bundle with others.
     """
-    cap = residency.session.opened.bundle_cap_bytes
     mine = [s for s in dict.fromkeys(storages[storage_key(p) or 0] for p in unit.parameters) if s.group is None]
+    for file in dict.fromkeys(s.file for s in mine):
+        _cut(unit, [s for s in mine if s.file == file], residency, weight)
+
+
+def _cut(
+    unit: Unit, mine: list[ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], float]
+) -> None:
+    cap = residency.session.opened.bundle_cap_bytes
     run: list[ManagedStorage] = []
     filled = 0.0
     for storage in mine:

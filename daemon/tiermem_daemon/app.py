@@ -156,8 +156,10 @@ def _open_store(loaded: LoadedConfig, options: ServeOptions) -> TensorStore:
             undo.callback(directory.close)
             directories.append(directory)
         clock = MonotonicClock()
-        mover = Mover(len(directories), workers_per_place=config.mover.workers_per_directory, clock=clock)
-        store = TensorStore(loaded.dram_bytes, directories, mover, clock, config.dram.default_job_share, wrap)
+        file_place = len(directories)  # beside the directories: a client's file may be on a disk that hangs
+        mover = Mover(file_place + 1, workers_per_place=config.mover.workers_per_directory, clock=clock)
+        share = config.dram.default_job_share
+        store = TensorStore(loaded.dram_bytes, directories, mover, clock, share, wrap, file_place)
         undo.pop_all()
     return store
 

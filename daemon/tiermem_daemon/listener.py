@@ -1,14 +1,19 @@
 """The side socket: proves who a trainer is, and passes it the descriptor of its arena.
 
 It lies beside the gRPC socket (`<socket>.fd`), because gRPC carries neither credentials nor descriptors. AF_UNIX,
-SOCK_SEQPACKET; the daemon sends, and every packet is one JSON object:
+SOCK_SEQPACKET; every packet is one JSON object. The daemon sends
 
     {"protocol": 1, "token": "<32 hex digits>"}                at once; the token goes into Open on the gRPC stream
     {"arena": true, ...} with one descriptor (SCM_RIGHTS)      after Open was accepted
     {"protocol": 1, "error": {"code": ..., "message": ...}}    instead of the token; the connection is closed
 
-The client sends nothing: what arrives from it before its token is claimed closes the connection, later input is not
-read. A token can be claimed once, by one Open; a connection that nobody claims is closed after ten seconds.
+and the client, after its arena has come, files that frozen weights may be read from (`file_receiver`):
+
+    {"file": n} with one descriptor (SCM_RIGHTS)               n is the client's number, named in Adopt later
+    {"file": n}  or  {"error": {"code": ..., "message": ...}}  the daemon's answer to it: taken, or refused and closed
+
+What arrives from a client before its token is claimed closes the connection. A token can be claimed once, by one Open;
+a connection that nobody claims is closed after ten seconds.
 """
 
 from __future__ import annotations

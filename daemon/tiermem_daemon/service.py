@@ -24,6 +24,7 @@ from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
 from tiermem.stats import StoreStats
 from tiermem.store import TensorStore
 from tiermem_daemon import sessions
+from tiermem_daemon.file_receiver import FileReceiver
 from tiermem_daemon.listener import Peer, ProcessWatch, SideSocket
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class TierMemService(pb_grpc.TierMemServicer):
         context: Context,
     ) -> AsyncIterator[pb.DaemonMessage]:
         try:
-            session, peer, watch = await self._open(request_iterator)
+            session, peer, watch, files = await self._open(request_iterator)
         except TiermemError as error:
             self._store.count_error(error)
             _log.warning("session refused: %s", error)
@@ -80,11 +81,14 @@ class TierMemService(pb_grpc.TierMemServicer):
         finally:
             reader.cancel()
             watch.close()
+            files.close()
             peer.close()
             await asyncio.shield(session.end("disconnected"))
             self._sessions.discard(session)
 
-    async def _open(self, requests: AsyncIterator[pb.ClientMessage]) -> tuple[sessions.Session, Peer, ProcessWatch]:
+    async def _open(
+        self, requests: AsyncIterator[pb.ClientMessage]
+    ) -> tuple[sessions.Session, Peer, ProcessWatch, FileReceiver]:
         try:
             first = await anext(requests)
         except StopAsyncIteration:
@@ -118,8 +122,9 @@ class TierMemService(pb_grpc.TierMemServicer):
             peer.close()
             raise
         watch = ProcessWatch(peer.pidfd, lambda: _watched(session))
+        files = FileReceiver(peer.connection, job.add_file)
         session.opened(__version__)
-        return session, peer, watch
+        return session, peer, watch, files
 
     async def _open_job(self, ask: pb.Open, peer: Peer) -> JobStore:
         """A thread cannot be cancelled: a job whose client left while it was made is closed as soon as it is there."""

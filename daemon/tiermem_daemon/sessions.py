@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from tiermem.bundle import BundleSpec
-from tiermem.errors import ProtocolError, ResourceExhausted, TiermemError
+from tiermem.errors import InvalidArgument, ProtocolError, ResourceExhausted, TiermemError
 from tiermem.job_store import JobStore
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
@@ -58,6 +58,8 @@ class Session:
                 self.job.declare(specs)
             case "admit":
                 self._admit(message.admit)
+            case "adopt":
+                self._adopt(message.adopt)
             case "close":
                 return False
             case "open" | None:
@@ -75,6 +77,18 @@ class Session:
             self._say(pb.DaemonMessage(admitted=pb.Admitted(lane=name, code=error.code, message=str(error))))
         else:
             self._say(pb.DaemonMessage(admitted=pb.Admitted(lane=lane.name, budget_frames=lane.budget_frames)))
+
+    def _adopt(self, adopt: pb.Adopt) -> None:
+        adoption = codec.decode_adopt(adopt)
+        try:
+            bundle = self.job.adopt(adoption)
+        except InvalidArgument as error:
+            self._store.count_error(error)
+            self._say(
+                pb.DaemonMessage(adopted=pb.Adopted(spec_id=adoption.spec_id, code=error.code, message=str(error)))
+            )
+        else:
+            self._say(pb.DaemonMessage(adopted=pb.Adopted(spec_id=adoption.spec_id, bundle=bundle)))
 
     async def messages(self) -> AsyncIterator[pb.DaemonMessage]:
         """Everything to send, until the session has ended; a sign of life where there is nothing else for a while."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tiermem.digest import digest
 from tiermem.errors import ResourceExhausted, TierFull, TierIOError
 from tiermem.layout import PAGE_BYTES
 from tiermem.testing import (
@@ -23,7 +24,6 @@ from tiermem.testing import (
 )
 from tiermem.testing.tier_contract import TierContract
 from tiermem.tiers.base import Extent, Tier
-from tiermem.tiers.digest import digest
 from tiermem.tiers.dram import DramTier, Prefault
 from tiermem.tiers.flash import FlashTier
 from tiermem.tiers.flash_directory import FlashDirectory

@@ -4,8 +4,10 @@ the daemon stays healthy. Raw messages over a raw channel.
 
 from __future__ import annotations
 
+import os
 import queue
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,6 +77,14 @@ class Raw:
     def admit(self, lane: str = "main", floor: Sequence[int] = (1,)) -> pb.Admitted:
         self.send(admit=pb.Admit(lane=lane, floor_specs=floor))
         return self.next().admitted
+
+    def send_file(self, number: int, nbytes: int) -> None:
+        """Pass a file of zeros in, once; the arena comes first."""
+        arena, _ = self._side.receive_descriptor(5)
+        os.close(arena)
+        with tempfile.TemporaryFile() as file:
+            file.truncate(nbytes)
+            self._side.send_file(number, file.fileno(), 5)
 
     def demand(self, target: int, mode: int, **fields: object) -> None:
         self._epoch += 1
@@ -216,6 +226,21 @@ def _epoch_back(raw: Raw) -> None:
     raw.demand(raw.bundle, Mode.READ, epoch=6)
 
 
+def _adopt(raw: Raw, digests: int = 8, tensors: int = 1, **fields: object) -> None:
+    """Of spec 2, two pages that are one chunk, in a file of two pages; correct but for what is given."""
+    raw.send_file(7, _NBYTES)
+    tensor = pb.TensorSpec(name="w", dtype="float32", shape=[_NBYTES // 4], nbytes=_NBYTES)
+    raw.declare(spec_id=2, tensors=[tensor] * tensors)
+    given = {"spec_id": 2, "file": 7, "offsets": bytes(8 * tensors), "digests": bytes(digests), **fields}
+    raw.send(adopt=pb.Adopt(**given))  # type: ignore[arg-type]
+
+
+def _adopt_twice(raw: Raw) -> None:
+    _adopt(raw)
+    assert raw.next().adopted.bundle
+    raw.send(adopt=pb.Adopt(spec_id=2, file=7, offsets=bytes(8), digests=bytes(8)))
+
+
 BREAKS: dict[str, Callable[[Raw], None]] = {
     "spec of negative size": lambda r: r.declare(spec_id=2, nbytes=-1),
     "spec of size zero": lambda r: r.declare(spec_id=2, nbytes=0),
@@ -282,6 +307,19 @@ BREAKS: dict[str, Callable[[Raw], None]] = {
     "discard of a bundle that never was": lambda r: _discard(r, 1 << 40),
     "discard twice in one message": _discard_twice,
     "discard of a table of odd length": lambda r: r.send(discard=pb.Discard(bundles=b"123")),
+    "adoption of an unknown spec": lambda r: _adopt(r, spec_id=99),
+    "adoption of spec 2^32-1": lambda r: _adopt(r, spec_id=(1 << 32) - 1),
+    "adoption from an unknown file": lambda r: _adopt(r, file=8),
+    "adoption of a form without tensors": lambda r: _adopt(r, tensors=0),
+    "adoption of tensors that overlap": lambda r: _adopt(r, tensors=2),
+    "adoption with too few offsets": lambda r: _adopt(r, offsets=b""),
+    "adoption with too many offsets": lambda r: _adopt(r, offsets=bytes(16)),
+    "adoption with offsets of odd length": lambda r: _adopt(r, offsets=bytes(7)),
+    "adoption at 2^63": lambda r: _adopt(r, offsets=codec.pack_u64([1 << 63])),
+    "adoption with too few digests": lambda r: _adopt(r, digests=0),
+    "adoption with too many digests": lambda r: _adopt(r, digests=16),
+    "adoption with digests of odd length": lambda r: _adopt(r, digests=3),
+    "adoption twice": _adopt_twice,
     "open twice": lambda r: r.send(open=r.hello()),
     "a message without a body": lambda r: r.send(),
 }
@@ -293,6 +331,24 @@ def test_ends_the_session_with_a_protocol_error(daemon: Daemon, bystander: Raw, 
         raw.settled()
         BREAKS[name](raw)
         assert raw.ended() == "PROTOCOL"
+    healthy(daemon)
+
+
+def test_an_adoption_beyond_the_end_of_its_file_is_refused(daemon: Daemon, bystander: Raw) -> None:
+    """The file may have been cut since the client looked: the session goes on."""
+    with raw_session(daemon) as raw:
+        raw.settled()
+        for spec in (2, 3, 4):
+            raw.declare(spec_id=spec, nbytes=64, tensors=[pb.TensorSpec(nbytes=64)])
+        raw.send_file(0, 64)
+        for spec, offset in ((2, 1), (3, 64), (4, 1 << 62)):
+            raw.send(adopt=pb.Adopt(spec_id=spec, file=0, offsets=codec.pack_u64([offset]), digests=bytes(8)))
+            answer = raw.next().adopted
+            assert (answer.spec_id, answer.bundle, answer.code) == (spec, 0, "INVALID_ARGUMENT")
+        raw.send(adopt=pb.Adopt(spec_id=2, file=0, offsets=bytes(8), digests=bytes(8)))
+        bundle = raw.next().adopted.bundle
+        raw.demand(bundle, Mode.READ)
+        assert raw.next().refuse.code == "DATA_LOSS", "zero is not the digest of 64 zeros"
     healthy(daemon)
 
 

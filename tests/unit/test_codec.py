@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.errors import Code, ProtocolError, TiermemError, error_for
+from tiermem.file_pieces import Adoption
 from tiermem.grants.messages import Commit, DaemonBody, Demand, Discard, Done, Grant, Refuse
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
@@ -71,12 +72,40 @@ def test_forms_of_bundles_arrive(declared: list[BundleSpec]) -> None:
     assert codec.decode_specs(sent.declare, CAP_BYTES) == declared
 
 
+adoptions = st.builds(
+    Adoption,
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(0, 2**62), max_size=20).map(tuple),
+    st.lists(u64, max_size=20).map(tuple),
+)
+
+
+@given(adoptions)
+def test_an_adoption_arrives(adoption: Adoption) -> None:
+    assert codec.decode_adopt(wire(codec.encode_adopt(adoption)).adopt) == adoption
+
+
 def test_numbers_are_packed_little_endian() -> None:
     assert codec.pack_u64([1, 2**64 - 1]) == bytes([1, 0, 0, 0, 0, 0, 0, 0] + [255] * 8)
     assert codec.pack_u64([]) == b""
 
 
 # -- what is out of range is refused, naming field and value
+
+
+@pytest.mark.parametrize(
+    ("adopt", "match"),
+    [
+        (pb.Adopt(offsets=bytes(7)), "adopt.offsets has 7 bytes"),
+        (pb.Adopt(digests=bytes(9)), "adopt.digests has 9 bytes"),
+        (pb.Adopt(offsets=codec.pack_u64([2**63])), f"adopt offset is {2**63}"),
+    ],
+    ids=["odd offsets", "odd digests", "offset beyond any file"],
+)
+def test_absurd_adoptions_are_refused(adopt: pb.Adopt, match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        codec.decode_adopt(wire(adopt))
 
 
 def demand(mode: int = 2, lane: str = "main", held: bytes = b"") -> pb.ClientMessage:

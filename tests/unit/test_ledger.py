@@ -345,6 +345,79 @@ def test_flash_keeps_room_for_what_is_live_and_a_spare() -> None:
     assert ledger.make(ONE)
 
 
+# -- what is in a file of the client's
+
+
+def test_an_adopted_bundle_is_loaded_and_dropped_without_flash_room() -> None:
+    ledger = Ledger(quota=0, spare=0)
+    bundle = ledger.machine.adopt(TWO)
+    assert (ledger.state(bundle), ledger.frames.free_frames) == (State.FLASH, 4)
+    epoch = ledger.demand(bundle)
+    assert ledger.loads == [bundle]
+    ledger.end_transfers()
+    grant = ledger.granted(epoch)
+    assert (grant.version, grant.mode) == (1, READ)
+    ledger.done(grant)
+    other = ledger.machine.adopt(THREE)
+    epoch = ledger.demand(other)
+    assert ledger.state(bundle) == State.FLASH, "it was not dropped for the other"
+    ledger.end_transfers()
+    assert ledger.granted(epoch).bundle == other
+    assert ledger.writes == []
+
+
+def test_flash_room_is_charged_when_an_adopted_bundle_may_be_written() -> None:
+    ledger = Ledger(quota=6, spare=3)
+    adopted = ledger.machine.adopt(TWO)
+    full = ledger.make(TWO)
+    refusal = ledger.refused(ledger.demand(adopted, UPDATE))
+    assert refusal.code == Code.TIER_FULL
+    epoch = ledger.demand(adopted)  # reading takes none
+    ledger.end_transfers()
+    ledger.done(ledger.granted(epoch))
+    ledger.receive(Discard((full,)))
+    assert ledger.use(adopted, UPDATE) == adopted
+    assert ledger.refused(ledger.demand(TWO, CREATE)).code == Code.TIER_FULL, "it was not charged"
+    assert ledger.use(adopted, UPDATE) == adopted  # charged once
+    ledger.receive(Discard((adopted,)))
+    assert ledger.make(TWO)
+
+
+def test_an_adopted_bundle_that_was_written_is_one_like_any_other(ledger: Ledger) -> None:
+    bundle = ledger.machine.adopt(TWO)
+    ledger.use(bundle, UPDATE)
+    record = ledger.machine.bundles[bundle]
+    assert (record.state, record.external, record.version) == (State.DIRTY, True, 2)
+    ledger.demand(THREE, CREATE)
+    assert ledger.writes == [bundle]
+    ledger.end_transfers()
+    assert (record.state, record.external, record.flash_version) == (State.FLASH, False, 2)
+
+
+def test_a_form_is_adopted_once(ledger: Ledger) -> None:
+    ledger.machine.adopt(ONE)
+    before = ledger.everything()
+    for form, match in ((ONE, "adopted twice"), (99, "never declared")):
+        with pytest.raises(ProtocolError, match=match):
+            ledger.machine.adopt(form)
+    assert ledger.everything() == before
+
+
+def test_a_session_ends_with_its_adopted_bundles(ledger: Ledger) -> None:
+    one, two = ledger.machine.adopt(ONE), ledger.machine.adopt(TWO)
+    ledger.demand(one)
+    ledger.act(ledger.machine.exit())
+    assert not ledger.machine.drained
+    assert ledger.freed == [two]
+    ledger.loaded(one)
+    assert ledger.machine.drained
+    assert ledger.machine.bundles == {}
+    assert ledger.frames.free_frames == 4
+
+
+# -- write-backs
+
+
 def test_write_backs_wait_for_each_other_where_flash_has_one_spare() -> None:
     """Each makes a second copy: two at once would not fit, and a demand within the budget is not refused for that."""
     ledger = Ledger(frames=4, quota=11, spare=3)

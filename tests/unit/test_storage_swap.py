@@ -40,6 +40,18 @@ def raw(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
 
 
+@pytest.mark.parametrize("mechanism", Mechanism)
+def test_a_storage_moves_without_touching_a_byte(mechanism: Mechanism) -> None:
+    """Neither the old memory is read nor the new one written: both are PROT_NONE meanwhile in real use."""
+    address = ctypes.CDLL(None, use_errno=True).mmap  # PROT_NONE, private, anonymous
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+    hole = address(None, NBYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2**64 - 1, 0)
+    weight = torch.nn.Parameter(torch.arange(8.0))
+    rehome(weight, hole, 32, tensors=[weight], mechanism=mechanism, copy=False)
+    assert weight.data_ptr() == hole
+    assert weight.shape == (8,)
+
+
 def test_this_torch_can_swap() -> None:
     assert self_test() is Mechanism.SWAP
 

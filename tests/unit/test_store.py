@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tiermem.bundle import BundleSpec, Kind, Mode
+from tiermem import job_store
+from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.clock import MonotonicClock
-from tiermem.errors import InvalidArgument, ResourceExhausted, TierIOError
+from tiermem.digest import digest
+from tiermem.errors import DaemonUnavailable, InvalidArgument, ProtocolError, ResourceExhausted, TierIOError
+from tiermem.file_pieces import Adoption
 from tiermem.grants.messages import Commit, DaemonBody, Demand, Done, Grant
 from tiermem.job_store import JobStore
 from tiermem.mover import Mover
-from tiermem.stats import StoreStats
+from tiermem.stats import Link, StoreStats
 from tiermem.store import TensorStore
 from tiermem.testing import FaultyTier, SlowTier, parse_fault_script
 from tiermem.tiers.base import Tier
@@ -331,3 +334,54 @@ def test_every_snapshot_is_consistent_whatever_goes_on(new_store: NewStore) -> N
         assert all(earlier.evictions[reason] <= later.evictions[reason] for reason in earlier.evictions)
         assert all(earlier.links[link].bytes <= later.links[link].bytes for link in earlier.links)
     assert store.snapshot().sessions_ended == {"closed": 6}
+
+
+# -- files of a client
+
+
+def passed_in(path: Path, data: bytes = bytes(100)) -> int:
+    """A descriptor as it comes from a client; its name is gone, as it may be."""
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDONLY)
+    path.unlink()
+    return fd
+
+
+def test_files_of_a_client_are_bounded_and_end_with_the_job(
+    new_store: NewStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each descriptor is closed, taken or refused (the suite looks for what is left open)."""
+    monkeypatch.setattr(job_store, "MAX_FILES", 2)
+    store = new_store()
+    job = open_job(store)
+    job.add_file(7, passed_in(tmp_path / "a"))
+    with pytest.raises(ProtocolError, match="file 7 was passed in before"):
+        job.add_file(7, passed_in(tmp_path / "b"))
+    job.add_file(8, passed_in(tmp_path / "c"))
+    with pytest.raises(ResourceExhausted, match="2 files"):
+        job.add_file(9, passed_in(tmp_path / "d"))
+    store.close_job(job, "closed")
+    with pytest.raises(DaemonUnavailable, match="has ended"):
+        job.add_file(10, passed_in(tmp_path / "e"))
+
+
+def test_an_adopted_bundle_is_read_from_its_file_until_it_is_written(new_store: NewStore, tmp_path: Path) -> None:
+    store = new_store()
+    client = Client(job := open_job(store))
+    data = os.urandom(BUNDLE_BYTES)
+    job.add_file(0, passed_in(tmp_path / "weights", b"header!" + data))
+    job.declare([BundleSpec(2, Kind.PARAM, "w", BUNDLE_BYTES, (TensorSpec("w", "uint8", (), 0, BUNDLE_BYTES),))])
+    chunk = job.layout.chunk_bytes
+    digests = tuple(digest([memoryview(data)[at : at + chunk]]) for at in range(0, BUNDLE_BYTES, chunk))
+    bundle = job.adopt(Adoption(2, 0, (7,), digests))
+    assert job.snapshot().tiers["dram"].used_bytes == 0
+    assert client.use(bundle, Mode.READ) == bundle
+    assert job.snapshot().links[Link.FLASH_TO_DRAM].bytes == BUNDLE_BYTES
+    assert job.snapshot().tiers["flash"].used_bytes == 0
+    client.use(bundle, Mode.UPDATE)
+    for _ in range(8):
+        client.use(1, Mode.CREATE)
+    assert job.snapshot().links[Link.DRAM_TO_FLASH].bytes > 0
+    store.check_invariants()
+    assert client.use(bundle, Mode.READ) == bundle
+    store.check_invariants()

@@ -58,6 +58,7 @@ class GrantLedger:
         self.bundles: dict[int, BundleRecord] = {}
         self.lanes: dict[str, Lane] = {}
         self.pins = Pins()
+        self._adopted: set[int] = set()  # specs
         self.hits = self.misses = self.creates = self.commits = 0
         self.evictions: Counter[EvictReason] = Counter()
         self.refusals: Counter[str] = Counter()
@@ -99,6 +100,21 @@ class GrantLedger:
         lane.budget_frames, lane.floor_frames = room, floor
         return lane
 
+    def adopt(self, spec_id: int) -> int:
+        """The id of a new bundle whose bytes, version 1, are in a file of the client's. It takes neither frames nor
+        flash room. Raises ProtocolError for a spec that is unknown or was adopted before (so adoptions are bounded).
+        """
+        spec = self._spec(spec_id)
+        if spec_id in self._adopted:
+            raise ProtocolError(f"spec {spec_id} is adopted twice")
+        self._adopted.add(spec_id)
+        record = BundleRecord(self._next_bundle_id(), spec, self._frames_for(spec.nbytes))
+        record.apply(Event.ADOPT)
+        record.version = record.flash_version = 1
+        record.external, record.charged = True, False
+        self.bundles[record.bundle_id] = record
+        return record.bundle_id
+
     # -- messages
 
     def receive(self, message: ClientBody) -> list[Effect]:
@@ -139,6 +155,7 @@ class GrantLedger:
             self._refuse(demand, *refusal)
             return
         self.bundles[record.bundle_id] = record
+        record.charged = record.charged or demand.mode.writes
         if demand.mode == Mode.CREATE:
             self.creates += 1
         elif self._grantable(record, demand.mode):
@@ -157,8 +174,9 @@ class GrantLedger:
                 f"{record.spec} does not fit beside what lane {lane.name!r} holds: {self._size(need)} of "
                 f"{self._size(lane.budget_frames)} (held: {holders or 'nothing'}); give the job more DRAM"
             )
-        live = sum(r.frames for r in self.bundles.values())
-        if mode == Mode.CREATE and live + record.frames + self._spare_frames > self._flash_quota_frames:
+        live = sum(r.frames for r in self.bundles.values() if r.charged)
+        new = mode == Mode.CREATE or (mode.writes and not record.charged)
+        if new and live + record.frames + self._spare_frames > self._flash_quota_frames:
             return Code.TIER_FULL, (
                 f"{record.spec} does not fit: the job's bundles take {self._size(live)} of a flash quota of "
                 f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare, "
@@ -222,6 +240,7 @@ class GrantLedger:
         else:
             record.apply(Event.WRITTEN)
             record.flash_version = record.version
+            record.external = False
         return self._serve()
 
     def write_failed(self, bundle: int, error: TiermemError) -> list[Effect]:

@@ -55,10 +55,13 @@ def choose_evictions(
 def flash_frames(bundles: Iterable[BundleRecord]) -> int:
     """Most flash frames that bundles hold: their copies, and beside them those that write-backs in flight make.
 
-    A doomed bundle may be counted for a write-back that was a load.
+    A copy in a file of the client's takes none. A doomed bundle may be counted for a write-back that was a load.
     """
     return sum(
-        r.frames * ((r.flash_version > 0) + (r.state in (State.WRITING, State.DOOMED)))  # both: never in place
+        r.frames
+        * (
+            (r.flash_version > 0 and not r.external) + (r.state in (State.WRITING, State.DOOMED))
+        )  # both: never in place
         for r in bundles
     )
 

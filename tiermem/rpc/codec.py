@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.errors import Code, ProtocolError
+from tiermem.file_pieces import Adoption
 from tiermem.grants.messages import ClientBody, Commit, DaemonBody, Demand, Discard, Done, Grant, Refuse
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 
@@ -130,6 +131,29 @@ def decode_admit(admit: pb.Admit) -> tuple[str, list[int]]:
     """Lane and floor. Raises ProtocolError for a name or a floor that is too long."""
     _in_range(len(admit.floor_specs), 0, _MAX_FLOOR, "admit.floor_specs: number of specs")
     return _name(admit.lane, "admit.lane"), list(admit.floor_specs)
+
+
+def encode_adopt(adoption: Adoption) -> pb.ClientMessage:
+    return pb.ClientMessage(
+        adopt=pb.Adopt(
+            spec_id=adoption.spec_id,
+            file=adoption.file,
+            offsets=pack_u64(adoption.offsets),
+            digests=pack_u64(adoption.digests),
+        )
+    )
+
+
+def decode_adopt(adopt: pb.Adopt) -> Adoption:
+    """Raises ProtocolError for offsets that no file has. Whether they fit file and spec is for the store to say."""
+    offsets = _unpack(adopt.offsets, "Q", 8, 1, "adopt.offsets")
+    digests = _unpack(adopt.digests, "Q", 8, 1, "adopt.digests")
+    return Adoption(
+        adopt.spec_id,
+        adopt.file,
+        tuple(_in_range(at, 0, 1 << 62, "adopt offset") for (at,) in offsets),
+        tuple(value for (value,) in digests),
+    )
 
 
 def _decode_spec(spec: pb.Spec, cap_bytes: int) -> BundleSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import mmap
+import os
 import random
 import tempfile
 import threading
@@ -18,9 +19,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tiermem.allocator import byte_ranges
-from tiermem.bundle import BundleSpec, Kind, Mode
+from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.clock import MonotonicClock
+from tiermem.digest import digest
 from tiermem.errors import DataLoss, TierFull, TierIOError, WorkingSetTooLarge
+from tiermem.file_pieces import Adoption
 from tiermem.grants.table import GrantTable, Lease, Waiter
 from tiermem.job_store import JobStore
 from tiermem.layout import ArenaLayout, arena_layout
@@ -102,6 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.answered = threading.Event()
         self.store.wake = self.answered.set
         self.store.declare([BundleSpec(i, Kind.OPTIM, f"unit{i}", n) for i, n in enumerate(SIZES)])
+        self.files = 0
         self.store.admit(LANE, [len(SIZES) - 1])
         self.table = GrantTable([LANE])
         self.leases: dict[int, Lease] = {}  # by bundle
@@ -206,6 +210,28 @@ class StoreMachine(RuleBasedStateMachine):
             self.commit([bundle], seed)
             if not keep:
                 self.release(bundle)
+
+    @precondition(lambda self: len(self.committed) < MOST_BUNDLES)
+    @rule(size=st.sampled_from(SIZES), offset=st.sampled_from([0, 1, 4096, 5000]), seed=st.integers(0, 999))
+    def adopt(self, size: int, offset: int, seed: int) -> None:
+        """A bundle of two tensors that is in a file in another order."""
+        self.files += 1
+        number, name = self.files, f"file{self.files}"
+        data = random.Random(seed).randbytes(size)
+        half = size // 2
+        path = Path(self.folder.name) / name
+        path.write_bytes(bytes(offset) + data[half:] + data[:half])
+        self.store.add_file(number, os.open(path, os.O_RDONLY))
+        tensors = (
+            TensorSpec("a", "uint8", (half,), 0, half),
+            TensorSpec("b", "uint8", (size - half,), half, size - half),
+        )
+        spec = BundleSpec(len(SIZES) + number, Kind.PARAM, name, size, tensors)
+        self.store.declare([spec])
+        chunk = self.layout.chunk_bytes
+        digests = tuple(digest([memoryview(data)[at : at + chunk]]) for at in range(0, size, chunk))
+        bundle = self.store.adopt(Adoption(spec.spec_id, number, (offset + size - half, offset), digests))
+        self.committed[bundle], self.sizes[bundle] = data, size
 
     @rule(spec=st.integers(0, len(SIZES) - 1))
     def create_and_think_better_of_it(self, spec: int) -> None:

@@ -16,7 +16,7 @@ from tiermem.tiers.flash_directory import FlashDirectory
 
 _log = logging.getLogger(__name__)
 
-_IOV_MAX = 1024
+IOV_MAX = 1024
 
 _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
@@ -72,7 +72,7 @@ class Segment:
         rest, at = [view for view in views if view.nbytes], offset
         with self._descriptor() as fd:
             while rest:
-                batch = rest[:_IOV_MAX]
+                batch = rest[:IOV_MAX]
                 wanted = sum(view.nbytes for view in batch)
                 try:
                     moved = call(fd, batch, at)
@@ -83,7 +83,7 @@ class Segment:
                     raise self.directory.failure(f"{action} {self.path.name}", error, wanted, at) from error
                 moved -= moved % PAGE_BYTES  # direct I/O goes on from a page boundary only
                 at += moved
-                rest = _after(rest, moved)
+                rest = after(rest, moved)
             if not self.directory.direct_io:
                 # The arena is the cache; a second copy in the page cache would only push other memory out.
                 os.posix_fadvise(fd, offset, at - offset, os.POSIX_FADV_DONTNEED)
@@ -160,7 +160,7 @@ def cut(views: Sequence[memoryview], lengths: Sequence[int]) -> Iterator[list[me
         yield part
 
 
-def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
+def after(views: list[memoryview], nbytes: int) -> list[memoryview]:
     """What remains of `views` beyond their first `nbytes`."""
     for i, view in enumerate(views):
         if nbytes < view.nbytes:

@@ -68,7 +68,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, stats_json: _Optional[bytes] = ...) -> None: ...
 
 class ClientMessage(_message.Message):
-    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close")
+    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close", "adopt")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DECLARE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class ClientMessage(_message.Message):
     DONE_FIELD_NUMBER: _ClassVar[int]
     DISCARD_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    ADOPT_FIELD_NUMBER: _ClassVar[int]
     open: Open
     declare: Declare
     admit: Admit
@@ -85,7 +86,8 @@ class ClientMessage(_message.Message):
     done: Done
     discard: Discard
     close: Close
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+    adopt: Adopt
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("token", "protocol", "job", "dram_bytes", "flash_bytes", "version")
@@ -137,6 +139,18 @@ class TensorSpec(_message.Message):
     nbytes: int
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset_bytes: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
+class Adopt(_message.Message):
+    __slots__ = ("spec_id", "file", "offsets", "digests")
+    SPEC_ID_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    spec_id: int
+    file: int
+    offsets: bytes
+    digests: bytes
+    def __init__(self, spec_id: _Optional[int] = ..., file: _Optional[int] = ..., offsets: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+
 class Admit(_message.Message):
     __slots__ = ("lane", "floor_specs")
     LANE_FIELD_NUMBER: _ClassVar[int]
@@ -184,20 +198,22 @@ class Close(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("opened", "admitted", "grant", "refuse", "alive", "closed")
+    __slots__ = ("opened", "admitted", "grant", "refuse", "alive", "closed", "adopted")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     REFUSE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     admitted: Admitted
     grant: Grant
     refuse: Refuse
     alive: Alive
     closed: Closed
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ...) -> None: ...
+    adopted: Adopted
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("session", "job", "arena_bytes", "frame_bytes", "bundle_cap_bytes", "flash_quota_bytes", "version")
@@ -228,6 +244,18 @@ class Admitted(_message.Message):
     code: str
     message: str
     def __init__(self, lane: _Optional[str] = ..., budget_frames: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class Adopted(_message.Message):
+    __slots__ = ("spec_id", "bundle", "code", "message")
+    SPEC_ID_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    spec_id: int
+    bundle: int
+    code: str
+    message: str
+    def __init__(self, spec_id: _Optional[int] = ..., bundle: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("serial", "lane", "epoch", "bundle", "mode", "version", "runs", "answers")
