@@ -120,7 +120,7 @@ def script(
 
 @pytest.mark.parametrize(("how", "first"), [
     ("blocks in place", "attach"), ("blocks in place", "compile"), ("blocks replaced", "compile"),
-    ("blocks replaced", "attach"), ("whole", "attach"), ("whole", "compile"), ("whole in place", "attach"),
+    ("whole", "attach"), ("whole", "compile"), ("whole in place", "attach"),
 ])  # fmt: skip
 def test_compiled(how: str, first: str, served: Served) -> None:
     served.same(lambda attach: script(attach, HOWS[how], first, backend="aot_eager"))

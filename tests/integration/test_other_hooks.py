@@ -267,3 +267,37 @@ def test_distributed_data_parallel_that_sends_managed_parameters_is_refused(serv
         other.attach(model)
         with pytest.raises(tiermem.errors.Unsupported, match="make it before attach"):
             nn.parallel.DistributedDataParallel(model)
+
+
+def test_the_text_of_what_is_inside_reads_nothing(served: Served) -> None:
+    """Debuggers and error reports print local variables, at any moment."""
+    model = BlockModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with served.with_options(spills=False) as other:
+        job = tiermem.attach(model, optimizer, dram="1MiB", endpoint=served.daemon.endpoint, job="text")
+        other.jobs.append(job)
+        train(model, optimizer, batches(1), 1)
+        job.flush()
+        demands = job.stats().residency.demands
+        assert repr(job).startswith("Job(name='text'")
+        assert len(repr(list(job.storages.values()))) > 0
+        assert job.updater is not None
+        assert len(repr([update.pieces for update in job.updater.updates])) > 0
+        assert job.stats().residency.demands == demands
+
+
+@pytest.mark.parametrize("dram", ["1MiB", "8MiB"], ids=["spilled", "resident"])
+def test_touching_what_a_closed_job_has_taken_along_is_a_typed_error(dram: str, served: Served) -> None:
+    model = BlockModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with served.with_options(dram=dram, spills=False) as other:
+        other.attach(model, optimizer)
+        train(model, optimizer, batches(1), 1)
+    touches: list[Callable[[], Any]] = [
+        lambda: model.head.weight.sum(), lambda: model(torch.zeros(1, 4, dtype=torch.long)), model.state_dict,
+        optimizer.state_dict, lambda: repr(model.head.weight), lambda: model.head.weight.grad.norm(),  # type: ignore[union-attr]
+        optimizer.step,
+    ]  # fmt: skip
+    for touch in touches:
+        with pytest.raises(tiermem.errors.DaemonUnavailable, match="was closed"):
+            touch()

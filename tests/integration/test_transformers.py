@@ -157,14 +157,13 @@ CASES: dict[str, Case] = {
         {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     ),
     "averaged by a callback": Case(average=True),
-    "label smoothing": Case({"label_smoothing_factor": 0.1}),
 }
 MAKERS = {
     "fused": Case({"optim": "adamw_torch_fused"}),
     "Adafactor": Case({"optim": "adafactor"}),
     "SGD with momentum": Case({"optim": "sgd", "optim_args": "momentum=0.9"}),
 }  # the Trainer's own choice of optimizer
-WITH_BOTH = ("plain", "accumulation, cosine, warmup", "bf16", "evaluation between, best model loaded")
+WITH_BOTH = ("plain", "accumulation, cosine, warmup", "evaluation between, best model loaded")
 
 
 @functools.cache
