@@ -261,9 +261,10 @@ def _build(
 
     for unit in units:
         build_groups(unit, job.storages, residency, weight)
+    hooked = {module for unit in units for module in unit.modules}
     for unit in units:
         unit.used = list(
-            dict.fromkeys([*unit.parameters, *(p for m in unit.modules for p in _parameters_used(m, unit, units))])
+            dict.fromkeys([*unit.parameters, *(p for m in unit.modules for p in _parameters_used(m, unit, hooked))])
         )
         keys = [storage_swap.storage_key(p) for p in unit.used]
         groups = dict.fromkeys(job.storages[k].group for k in keys if k in job.storages)
@@ -279,12 +280,11 @@ def _build(
         job.undo.append(unmap_large_blocks)
 
 
-def _parameters_used(module: nn.Module, unit: Unit, units: list[Unit]) -> list[nn.Parameter]:
+def _parameters_used(module: nn.Module, unit: Unit, hooked: set[nn.Module]) -> list[nn.Parameter]:
     """A block uses all parameters inside it; a leftover module only its own, since the modules inside it are units
     themselves.
     """
-    others = {m for u in units if u is not unit for m in u.modules}
-    if any(child in others for child in module.modules() if child is not module):
+    if any(child in hooked and child not in unit.modules for child in module.modules() if child is not module):
         return list(module.parameters(recurse=False))
     return list(module.parameters())
 

@@ -47,10 +47,11 @@ class UnitHooks:
         """Hook every unit's modules, the modules with parameters inside them, and the root; returns the undo."""
         handles: list[RemovableHandle] = []
         outer, inner, root = _HookPlace(), _HookPlace(), _HookPlace()
+        hooked = {module for unit in units for module in unit.modules}
         for unit in units:
             for module in unit.modules:
                 handles += outer.hook(module, _Enter(self, unit, module), _Leave(self, unit, module))
-            for module in _inner_modules(unit, units):
+            for module in _inner_modules(unit, hooked):
                 handles += inner.hook(module, _EnterInner(self, unit, module), _LeaveInner(self, unit, module))
         pushed: list[bool] = []
         handles += root.hook(model, _EnterRoot(self.saved, model, pushed), _LeaveRoot(self.saved, model, pushed))
@@ -117,11 +118,10 @@ class UnitHooks:
         return bool(self._entries.get(unit))
 
 
-def _inner_modules(unit: Unit, units: list[Unit]) -> list[nn.Module]:
+def _inner_modules(unit: Unit, hooked: set[nn.Module]) -> list[nn.Module]:
     """Modules with parameters of their own inside a unit. Some libraries run them without the unit's own call, as when
     a block's `forward` is wrapped by a checkpoint: the recomputation calls the inside only.
     """
-    hooked = {module for other in units for module in other.modules}
     inside = dict.fromkeys(m for top in unit.modules for m in top.modules() if m not in hooked)
     own = set(unit.parameters)
     return [m for m in inside if any(p in own for p in m.parameters(recurse=False))]
