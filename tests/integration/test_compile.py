@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -230,20 +231,27 @@ def test_compiled_autograd_is_refused(served: Served) -> None:
                 loss.backward()
 
 
+@pytest.fixture
+def compile_in_this_thread() -> Iterator[None]:
+    """inductor keeps its compile threads for the process; a cold cache would start them here, as a leak."""
+    with inductor_config.patch(compile_threads=1):
+        yield
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
 @needs_compiler
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_inductor_per_block(mode: str | None, served: Served) -> None:
+def test_inductor_per_block(mode: str | None, served: Served, compile_in_this_thread: None) -> None:
     """Also in the mode that records CUDA graphs on a GPU: on the CPU there are none."""
     served.same(lambda attach: script(attach, blocks_in_place, mode=mode))
 
 
 @needs_compiler
 @pytest.mark.timeout(300)
-def test_inductor_whole_up_to_fusion(served: Served) -> None:
+def test_inductor_whole_up_to_fusion(served: Served, compile_in_this_thread: None) -> None:
     plain = script(not_attached, whole)
     managed = script(served.attach, whole)
     for ours, theirs in zip(managed[0], plain[0], strict=True):
