@@ -96,10 +96,9 @@ class MoverSection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionsSection(msgspec.Struct, frozen=True, kw_only=True):
-    """`alive_interval_s`: between signs of life. `exit_drain_s`: longest that a dead trainer's stream is still read."""
+    """`alive_interval_s`: between signs of life to every client."""
 
     alive_interval_s: Annotated[float, Meta(gt=0, le=60)] = 1.0
-    exit_drain_s: Annotated[float, Meta(ge=0, le=60)] = 2.0
 
 
 class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -221,10 +221,10 @@ def test_config_show_prints_what_the_loader_reads_again(invoke: Invoke, tmp_path
 def test_config_show_names_origins(invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / ".config" / "tiermem" / "tiermem.toml"
     file.parent.mkdir(parents=True)
-    file.write_text("[sessions]\nexit_drain_s = 3.5\n")
+    file.write_text("[sessions]\nalive_interval_s = 3.5\n")
     monkeypatch.setenv("TIERMEM_DRAM__SIZE", "1GiB")
     lines = invoke("config", "show", "--origin", "--log-level", "error").output.splitlines()
-    assert f"exit_drain_s = 3.5  # {file}" in lines
+    assert f"alive_interval_s = 3.5  # {file}" in lines
     assert "size = 1073741824  # environment variable TIERMEM_DRAM__SIZE (1 GiB)" in lines
     assert 'log_level = "error"  # command line' in lines
     assert "# metrics_port is off  # default" in lines
