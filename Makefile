@@ -1,11 +1,13 @@
 # `make .venv` installs; `make test` is what CI runs; `make help` lists the rest.
 # ARGS is passed on: make test ARGS="-k name"; make finetune ARGS="--steps 3 --compare".
+# WORKERS is the number of processes that test at once: make test WORKERS=0 ARGS="-k name --pdb" has one.
 
 PYTHON ?= python3.11
 BIN := .venv/bin
 PROTO := proto/tiermem/rpc/v1/tiermem.proto
 PROTO_OUT ?= .
 ARGS ?=
+WORKERS ?= $(shell nproc)
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv finetune test check proto stress bench gpu clean
@@ -25,8 +27,9 @@ help:  ## this list
 finetune: .venv/installed  ## fine-tune SmolLM2-135M through tiermem; ARGS="--help" lists its options
 	$(BIN)/python examples/finetune_smollm2.py $(ARGS)
 
+# worksteal: neighbours stay together, as their module shares a daemon, and nobody is idle before the last test.
 test: check  ## every check, then every test that needs no GPU and no patience
-	$(BIN)/python -m pytest -m "not stress and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not stress and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 check: .venv/installed  ## lint, types, import layers, generated code
 	$(BIN)/ruff check .
@@ -39,7 +42,7 @@ proto: .venv/installed  ## regenerate tiermem/rpc/v1 from the .proto file (below
 		--grpc_python_out=$(PROTO_OUT) $(PROTO)
 
 stress: .venv/installed  ## the tests that take minutes
-	$(BIN)/python -m pytest -m stress --timeout=3600 $(ARGS)
+	$(BIN)/python -m pytest -m stress --timeout=3600 -o faulthandler_timeout=3500 $(ARGS)
 
 bench: .venv/installed  ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -1,23 +1,36 @@
 """Checkpoints are plain torch's in both directions: trained some steps, saved, loaded by a new process and continued,
 with or without tiermem on either side, a training ends bit for bit as if nobody had interrupted it.
+
+Four trainings in every direction, and cases with every value of the matrix in every direction; `tests/stress` has all
+cases of the matrix in all directions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 from tests.integration import matrix
-from tests.integration.daemon_process import Daemon, environment, serve
-from tests.integration.scripts import Seen, Training, begin, differences, managed
+from tests.integration.daemon_process import Daemon, serve
+from tests.integration.exchange import (
+    DIRECTIONS,
+    Continuation,
+    Direction,
+    as_table,
+    continue_anew,
+    different_files,
+    disagreements,
+    expected_of_new_processes,
+    load,
+    save,
+    train_ours,
+    train_plain,
+)
+from tests.integration.scripts import begin, differences
 
 BEFORE, AFTER = 3, 2  # steps; with a GradScaler the second is skipped, so its scale and counters matter
 
@@ -37,77 +50,25 @@ CASES = {
         optimizer="RMSprop", model="GRU and convolution", precision="bf16 autocast", settings="tensor lr"
     ),
 }  # fmt: skip
-# Who saves, who continues, and from which of the files; "late": attached before loading, which then is through hooks.
-DIRECTIONS = (
-    ("plain", "ours", "torch"),
-    ("plain", "ours late", "safetensors"),
-    ("ours", "plain", "torch"),
-    ("ours", "plain", "safetensors"),
-    ("ours", "ours", "safetensors"),
-    ("ours", "ours late", "torch"),
-)
+MATRIX = matrix.covering_cases(matrix.DIMENSIONS, matrix.EXCLUSIONS)
 
 
-def save(training: Training, directory: Path) -> None:
-    """As a careful script does: all that the next steps depend on. The model twice, in both formats."""
-    directory.mkdir()
-    torch.save(training.model.state_dict(), directory / "model.pt")
-    safetensors.torch.save_model(training.model, str(directory / "model.safetensors"))
-    rest = {
-        "optimizer": training.optimizer.state_dict(),
-        "schedule": training.schedule and training.schedule.state_dict(),
-        "scaler": training.scaler and training.scaler.state_dict(),
-        "done": training.done,
-        "rng": torch.get_rng_state(),
-    }
-    torch.save(rest, directory / "rest.pt")
+def shares() -> dict[Direction, list[matrix.Case]]:
+    """Cases of the matrix, none twice, with every value of every dimension in every direction; greedily few."""
+    values = {(dimension, value) for dimension, choices in matrix.DIMENSIONS.items() for value in choices}
+    left = list(MATRIX)
+    given: dict[Direction, list[matrix.Case]] = {}
+    for direction in DIRECTIONS:
+        given[direction], missing = [], set(values)
+        while missing:
+            best = max(left, key=lambda case: len(case.items() & missing))
+            left.remove(best)
+            given[direction].append(best)
+            missing -= best.items()
+    return given
 
 
-def load(training: Training, directory: Path, file: str) -> None:
-    if file == "torch":
-        training.model.load_state_dict(torch.load(directory / "model.pt"))
-    else:
-        safetensors.torch.load_model(training.model, directory / "model.safetensors")
-    rest = torch.load(directory / "rest.pt")
-    training.optimizer.load_state_dict(rest["optimizer"])
-    if training.schedule is not None:
-        training.schedule.load_state_dict(rest["schedule"])
-    if training.scaler is not None:
-        training.scaler.load_state_dict(rest["scaler"])
-    training.done = rest["done"]
-    for _ in range(training.done * training.script.microbatches):
-        next(training.data)
-    torch.set_rng_state(rest["rng"])
-
-
-def as_table(seen: Seen) -> dict[str, Any]:
-    """What is compared, in a form that torch.load trusts."""
-    return {f.name: getattr(seen, f.name) for f in dataclasses.fields(seen) if f.name != "stats"}
-
-
-def continue_training(case: str, saver: str, reader: str, file: str, directory: Path, endpoint: str) -> dict[str, Any]:
-    """What the new process does, for one direction."""
-    training = begin(matrix.script(CASES[case]))
-    torch.manual_seed(99)  # the saved state is to decide, not that both processes began alike
-    if reader != "ours late":
-        load(training, directory / saver, file)
-    if reader == "plain":
-        training.steps(AFTER)
-    else:
-        with managed(training, endpoint=endpoint):
-            if reader == "ours late":
-                load(training, directory / saver, file)
-            training.steps(AFTER)
-        assert training.seen.stats is not None
-        assert training.seen.stats.links["flash_to_dram"].bytes > 0, "everything fitted: the case shows nothing"
-    return as_table(training.finish())
-
-
-def continue_everything(case: str, directory: str, endpoint: str) -> None:
-    """The new process."""
-    torch.set_num_threads(1)
-    seen = {" ".join(d): continue_training(case, *d, Path(directory), endpoint) for d in DIRECTIONS}
-    torch.save(seen, Path(directory) / "continued.pt")
+SHARES = shares()
 
 
 @pytest.fixture(scope="module")
@@ -118,48 +79,55 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_continued_in_a_new_process_as_if_never_interrupted(case: str, daemon: Daemon, tmp_path: Path) -> None:
-    plain = begin(matrix.script(CASES[case]))
-    plain.steps(BEFORE)
-    save(plain, tmp_path / "plain")
-    plain.seen = Seen()
-    plain.steps(AFTER)
-    expected = as_table(plain.finish())
-
-    ours = begin(matrix.script(CASES[case]))
-    with managed(ours, endpoint=daemon.endpoint):
-        ours.steps(BEFORE)
-        save(ours, tmp_path / "ours")
-        ours.seen = Seen()
-        ours.steps(AFTER)
-    assert differences(expected, as_table(ours.finish())) == [], "saving has disturbed the training"
-
-    code = (
-        "import sys; from tests.integration import test_checkpoint_exchange as t; t.continue_everything(*sys.argv[1:])"
-    )
-    command = [sys.executable, "-W", "error", "-c", code, case, str(tmp_path), daemon.endpoint]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr[-3000:]
-    continued = torch.load(tmp_path / "continued.pt")
-    assert {
-        name: differences(expected, seen)[:3] for name, seen in continued.items() if differences(expected, seen)
-    } == {}
+    expected = train_plain(CASES[case], BEFORE, AFTER, tmp_path)
+    ours = train_ours(CASES[case], BEFORE, AFTER, tmp_path, daemon.endpoint)
+    assert differences(expected, ours) == [], "saving has disturbed the training"
+    assert different_files(tmp_path) == [], "the files are not equal whoever wrote them"
+    plan = [Continuation(CASES[case], direction, str(tmp_path), AFTER) for direction in DIRECTIONS]
+    assert continue_anew(plan, tmp_path, daemon.endpoint, timeout_s=100) == {}
+    assert disagreements(plan, [expected] * len(plan)) == {}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_files_are_equal_whoever_wrote_them(case: str, daemon: Daemon, tmp_path: Path) -> None:
-    for who in ("plain", "ours"):
-        training = begin(matrix.script(CASES[case]))
-        if who == "plain":
-            training.steps(BEFORE)
-            save(training, tmp_path / who)
-        else:
-            with managed(training, endpoint=daemon.endpoint):
-                training.steps(BEFORE)
-                save(training, tmp_path / who)
-    plain, ours = tmp_path / "plain", tmp_path / "ours"
-    for name in ("model.pt", "rest.pt"):
-        assert differences(torch.load(plain / name), torch.load(ours / name)) == []
-    assert (plain / "model.safetensors").read_bytes() == (ours / "model.safetensors").read_bytes()
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("direction", DIRECTIONS, ids=str)
+def test_every_value_of_the_matrix_in_a_new_process(direction: Direction, daemon: Daemon, tmp_path: Path) -> None:
+    """One new process continues all cases of a direction; one step, after one (and a skipped one with a GradScaler)."""
+    plan, expected = [], []
+    for case in SHARES[direction]:
+        before, directory = matrix.script(case).steps - 1, tmp_path / matrix.name(case)
+        plain = train_plain(case, before, 1, directory)
+        expected.append(expected_of_new_processes(case, plain, directory, 1))
+        if direction.saver == "ours":
+            train_ours(case, before, 0, directory, daemon.endpoint)
+        plan.append(Continuation(case, direction, str(directory), 1))
+    assert continue_anew(plan, tmp_path, daemon.endpoint, timeout_s=200) == {}
+    assert disagreements(plan, expected) == {}
+
+
+def test_every_value_of_the_matrix_has_every_direction() -> None:
+    for cases in SHARES.values():
+        for dimension, values in matrix.DIMENSIONS.items():
+            assert {case[dimension] for case in cases} == set(values)
+
+
+@pytest.mark.timeout(300)
+def test_what_goes_wrong_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """One file cannot be read, in another the least bit of a weight is not what was saved."""
+    direction = Direction("plain", "plain", "torch")
+    plan, expected = [], []
+    for name in ("GRU", "Llama", "experts"):
+        expected.append(train_plain(CASES[name], 1, 1, tmp_path / name))
+        plan.append(Continuation(CASES[name], direction, str(tmp_path / name), 1))
+    (tmp_path / "GRU" / "plain" / "rest.pt").write_bytes(b"nothing")
+    saved = torch.load(tmp_path / "Llama" / "plain" / "model.pt")
+    first = saved["model.norm.weight"]
+    first.view(torch.int32)[0] ^= 1
+    torch.save(saved, tmp_path / "Llama" / "plain" / "model.pt")
+    failed = continue_anew(plan, tmp_path, "", timeout_s=100)
+    assert list(failed) == [str(plan[0])]
+    assert "UnpicklingError" in failed[str(plan[0])]
+    assert list(disagreements(plan, expected)) == [str(plan[1])]
+    assert plan[2].outcome.exists()
 
 
 def test_the_saved_state_decides(tmp_path: Path) -> None:

@@ -28,7 +28,18 @@ def test_mapping():
     os.close(fd)
 
 def test_shared_file():
-    open("/dev/shm/tiermem-leak-test", "w").close()
+    open("SHARED/tiermem-unnamed", "w").close()
+
+def test_own_shared_file():
+    open(f"SHARED/tiermem-mine-{os.getpid()}", "w").close()
+
+def test_shared_file_of_a_process_that_has_ended():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    open(f"SHARED/tiermem-ended-{ended.pid}", "w").close()
+
+def test_shared_file_of_somebody_else():
+    open(f"SHARED/tiermem-others-{os.getppid()}", "w").close()
 
 def test_tidy():
     with open("/etc/hostname"):
@@ -45,31 +56,28 @@ NAMED = [
     "thread tiermem-x",
     r"child process \d+: sleep 20",
     "shared memory /memfd:y",
-    "file /dev/shm/tiermem-leak-test",
+    "file .*/shared/tiermem-unnamed",
+    r"file .*/shared/tiermem-mine-\d+",
+    r"file .*/shared/tiermem-ended-\d+",
 ]
 
 
 def test_every_kind_of_leak_fails_its_test_and_is_named(tmp_path: Path) -> None:
+    """In a directory for /dev/shm, as what is left there would fail the tests that run beside this one."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
     conftest = (Path(__file__).parents[1] / "conftest.py").read_text()
-    (tmp_path / "conftest.py").write_text(re.sub(r"SETTLE_S = [\d.]+", "SETTLE_S = 0.3", conftest))
-    (tmp_path / "test_it.py").write_text(TESTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-        str(tmp_path),
-    ]
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    finally:
-        Path("/dev/shm/tiermem-leak-test").unlink(missing_ok=True)
+    for name, value in (("SETTLE_S", "0.3"), ("SHARED_DIRECTORY", f"Path({str(shared)!r})")):
+        conftest, count = re.subn(rf"^{name} = .*$", f"{name} = {value}", conftest, flags=re.MULTILINE)
+        assert count == 1
+    (tmp_path / "conftest.py").write_text(conftest)
+    (tmp_path / "test_it.py").write_text(TESTS.replace("SHARED", str(shared)))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["--rootdir", str(tmp_path), str(tmp_path)]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    env = {**inherited, "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     output = done.stdout
     assert [name for name in NAMED if not re.search(name, output)] == [], output
     assert output.count("the test left behind:") >= len(NAMED)
-    assert "7 passed, 5 errors" in output
+    assert "10 passed, 7 errors" in output
