@@ -78,6 +78,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         import tiermem
 
         job = tiermem.attach(model, optimizer, dram=args.dram, flash=args.flash)  # the one line
+        if args.trace and args.steps == 1:
+            job.trace(args.trace)
 
     baseline_bytes = process_memory().anonymous_bytes
     with PeakAnonymous() as peak, progress(args, job) as after_step:
@@ -159,13 +161,18 @@ def progress(args: argparse.Namespace, job: Job | None) -> Iterator[Callable[[in
         used = "  ".join(f"{name} {tier.used_bytes / MIB:.0f} MiB" for name, tier in stats.tiers.items())
         return f"{line}  {used}  hits {stats.hit_ratio:.0%}"
 
+    def traced(step: int, loss: float, seconds: float, show: Callable[[str], None]) -> None:
+        show(text(step, loss, seconds))
+        if job is not None and args.trace and step + 2 == args.steps:  # the last step shows the usual course of things
+            job.trace(args.trace)
+
     if not sys.stderr.isatty():
-        yield lambda *step: say(text(*step))
+        yield lambda step, loss, seconds: traced(step, loss, seconds, say)
         return
     from rich.console import Console
 
     with Console(stderr=True).status("first step ...") as status:
-        yield lambda *step: status.update(text(*step))
+        yield lambda step, loss, seconds: traced(step, loss, seconds, status.update)
 
 
 def say(line: str) -> None:
@@ -241,11 +248,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, help="torch's threads (default: torch's own choice)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step there, for ui.perfetto.dev")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--plain", action="store_true", help="without tiermem")
     mode.add_argument("--compare", action="store_true", help="then run --plain too; status 1 unless all is equal")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.trace and (args.plain or not args.trace.absolute().parent.is_dir()):
+        parser.error(f"--trace {args.trace}: needs tiermem, and a directory that exists")
+    return args
 
 
 def main() -> int:

@@ -95,6 +95,16 @@ class MoverSection(msgspec.Struct, frozen=True, kw_only=True):
     workers_per_directory: Annotated[int, Meta(ge=1, le=64)] = 4
 
 
+class PlacementSection(msgspec.Struct, frozen=True, kw_only=True):
+    """`policy`: which bundle leaves DRAM first ("belady": whose predicted use is furthest; "lru" for comparison).
+
+    `lookahead`: the part of a job's arena that may be filled ahead of predicted uses; 0 serves on demand only.
+    """
+
+    policy: Literal["belady", "lru"] = "belady"
+    lookahead: Annotated[float, Meta(ge=0, le=1)] = 0.5
+
+
 class SessionsSection(msgspec.Struct, frozen=True, kw_only=True):
     """`alive_interval_s`: between signs of life to every client."""
 
@@ -108,6 +118,7 @@ class DaemonConfig(msgspec.Struct, frozen=True, kw_only=True):
     dram: DramSection
     flash: tuple[FlashDirectory, ...]
     mover: MoverSection
+    placement: PlacementSection
     sessions: SessionsSection
 
 
@@ -151,6 +162,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "daemon": DaemonSection,
     "dram": DramSection,
     "mover": MoverSection,
+    "placement": PlacementSection,
     "sessions": SessionsSection,
 }
 _TYPES: dict[str, Any] = {
@@ -189,6 +201,7 @@ def load_config(
         dram=DramSection(**_section(values, "dram")),
         flash=values["flash"],
         mover=MoverSection(**_section(values, "mover")),
+        placement=PlacementSection(**_section(values, "placement")),
         sessions=SessionsSection(**_section(values, "sessions")),
     )
     _check(config, origins)

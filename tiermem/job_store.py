@@ -11,59 +11,50 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
-from tiermem.allocator import Run
 from tiermem.bundle import BundleSpec
+from tiermem.bundle_io import BundleIO, CopyInProgress, FileCopy, FlashCopy
 from tiermem.clock import Clock
-from tiermem.digest import digest
-from tiermem.errors import DaemonUnavailable, DataLoss, InvalidArgument, ProtocolError, ResourceExhausted, TiermemError
-from tiermem.file_pieces import Adoption, FilePiece, pieces_of, pieces_within
-from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
+from tiermem.errors import DaemonUnavailable, InvalidArgument, ProtocolError, ResourceExhausted, TiermemError
+from tiermem.file_pieces import Adoption, pieces_of
+from tiermem.grants.effects import Effect, Expedite, FreeFlash, Load, Send, WriteBack
 from tiermem.grants.ledger import GrantLedger
-from tiermem.grants.messages import ClientBody, DaemonBody, Demand
+from tiermem.grants.messages import ClientBody, DaemonBody, Demand, Grant, Refuse
 from tiermem.grants.pins import Lane
 from tiermem.layout import ArenaLayout
-from tiermem.mover import Mover, Prepared, Transfer
-from tiermem.placement.lru import LeastRecentlyUsed
+from tiermem.lookahead import Lookahead, LookaheadOptions, placement_for
+from tiermem.mover import Mover, Ticket, Transfer
+from tiermem.notices import MAX_NOTICES, Notice, NoticeKind
 from tiermem.residency import State
-from tiermem.stats import EvictReason, JobStats, Link, StallCause, TierStats
-from tiermem.tiers.base import Extent, Tier
+from tiermem.stats import EvictReason, JobStats, PushOutcome, StallCause, TierStats
+from tiermem.tiers.base import Tier
 from tiermem.tiers.dram import DramTier
 from tiermem.tiers.flash_directory import FlashDirectory
 from tiermem.tiers.os_calls import LinuxCalls
 from tiermem.tiers.source_file import SourceFile
-from tiermem.units import format_size
-
-
-@dataclass(frozen=True, slots=True)
-class FlashCopy:
-    """Where a bundle's bytes lie in flash, and the xxh3 digest of each chunk, taken in DRAM just before the write."""
-
-    extent: Extent
-    digests: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FileCopy:
-    """A bundle's bytes in a file of the client's, and the digest of each chunk's pieces as the client has seen them."""
-
-    file: SourceFile
-    pieces: tuple[FilePiece, ...]
-    digests: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _CopyInProgress:
-    """What a write-back has so far. Chunks run in parallel, each with its own index."""
-
-    digests: list[int]
-    extent: Extent | None = None
-
+from tiermem.trace import Span, TraceRing
 
 MAX_FILES = 256
 """Descriptors of a client that one job keeps open."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A transfer that is to be submitted, or has been: then it has a ticket. Fields guarded by JobStore._lock."""
+
+    transfer: Transfer
+    ticket: Ticket | None = None
+    urgent: bool = False
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is to be done without the lock."""
+
+    submit: list[_Flight] = field(default_factory=list)
+    expedite: list[Ticket] = field(default_factory=list)
 
 
 class JobStore:
@@ -82,6 +73,7 @@ class JobStore:
         clock: Clock,
         next_bundle_id: Callable[[], int],
         file_place: int = 0,
+        lookahead: LookaheadOptions = LookaheadOptions(),  # noqa: B008 - frozen
     ) -> None:
         """`file_place`: the mover's place where clients' files are read, best one of its own, as they may be on a disk
         that is slow or gone.
@@ -92,22 +84,35 @@ class JobStore:
         self._drained = threading.Condition(self._lock)
         self.outbox: deque[DaemonBody] = deque()  # guarded by _lock for appends; drained by the service
         self.wake: Callable[[], None] = lambda: None
+        self.trace = TraceRing()
+        self._evicted = 0  # guarded by _lock; evictions that the trace has
+        self._lookahead = Lookahead(clock.now_s)  # guarded by _lock
         self._ledger = GrantLedger(  # guarded by _lock
             dram.allocator,
             layout.frame_bytes,
             layout.frames_for,
             flash.capacity_bytes // layout.frame_bytes,
             layout.bundle_cap_bytes // layout.frame_bytes,
-            LeastRecentlyUsed(),
+            placement_for(lookahead, self._next_use),
             next_bundle_id,
             ", ".join(str(directory.path) for directory in directories),
+            self._lookahead,
+            int(lookahead.share * dram.allocator.frames),
         )
-        self._file_place = file_place
+        self._io = BundleIO(
+            job, self.session, layout.chunk_bytes, dram, flash, self._directories, file_place, self.trace, clock
+        )
+        self._flights: dict[int, _Flight] = {}  # guarded by _lock; by bundle
         self._files: dict[int, SourceFile] = {}  # guarded by _lock; by the client's number
         self._copies: dict[int, FlashCopy | FileCopy] = {}  # guarded by _lock
         self._asked_at: dict[tuple[str, int], float] = {}  # guarded by _lock
         self._stall_s = dict.fromkeys(StallCause, 0.0)  # guarded by _lock
+        self._notices: Counter[NoticeKind] = Counter()  # guarded by _lock
+        self._noticed = 0  # guarded by _lock; messages
         self._closed = False  # guarded by _lock
+
+    def _next_use(self, bundle: int) -> int | None:
+        return self._lookahead.next_use(self._ledger.bundles[bundle].spec.spec_id)
 
     @property
     def arena_fd(self) -> int:
@@ -160,7 +165,7 @@ class JobStore:
             spec, file = self._ledger.specs.get(adoption.spec_id), self._files.get(adoption.file)
             if spec is None or file is None:
                 raise ProtocolError(f"spec {adoption.spec_id} or file {adoption.file} is unknown to this session")
-            chunks = len(self._chunks(spec.nbytes))
+            chunks = len(self._io.chunks(spec.nbytes))
             if not spec.tensors or len(adoption.offsets) != len(spec.tensors) or len(adoption.digests) != chunks:
                 raise ProtocolError(
                     f"adoption of {spec} with {len(adoption.offsets)} offsets for {len(spec.tensors)} tensors and "
@@ -177,132 +182,111 @@ class JobStore:
             self._copies[bundle] = FileCopy(file, pieces, adoption.digests)
             return bundle
 
-    def receive(self, message: ClientBody) -> None:
-        """Act on one message. Raises ProtocolError before anything is changed."""
+    def note(self, notice: Notice) -> None:
+        """Count what the client says of itself. Raises ProtocolError beyond MAX_NOTICES messages."""
+        with self._lock:
+            if self._noticed == MAX_NOTICES:
+                raise ProtocolError(f"job {self.job!r} has sent {MAX_NOTICES} notices, which are the most")
+            self._noticed += 1
+            self._notices[notice.kind] += notice.count
+
+    def receive(self, *messages: ClientBody) -> None:
+        """Act on messages that came together, in order. Raises ProtocolError (the ledger's)."""
         with self._lock:
             if self._closed:
                 return
-            if isinstance(message, Demand):
-                self._asked_at[message.lane, message.epoch] = self._clock.now_s()
-            effects = self._ledger.receive(message)
+            for message in messages:
+                if isinstance(message, Demand):
+                    self._asked_at[message.lane, message.epoch] = self._clock.now_s()
+            effects = self._ledger.receive_all(messages)
             work = self._prepare(effects)
         self._perform(work)
 
     # -- effects
 
-    def _prepare(self, effects: list[Effect]) -> list[Transfer]:
+    def _prepare(self, effects: list[Effect]) -> _Work:
         """Under the lock: queue messages in order, free flash, turn the rest into work that is done without it.
 
         Freeing does no I/O. It is done here so that flash never holds more than the ledger accounts for, and so that
         `close` finds nothing left to be freed when it hears that the transfers have drained.
         """
-        work: list[Transfer] = []
+        work = _Work()
         for effect in effects:
             match effect:
                 case Send():
-                    self._count_stall(effect)
+                    self._take_note(effect)
                     self.outbox.append(effect.message)
-                case Load():
-                    work.append(self._load(effect.bundle))
-                case WriteBack():
-                    work.append(self._write_back(effect.bundle))
+                case Load(bundle, due_s):
+                    record, copy = self._ledger.bundles[bundle], self._copies[bundle]
+                    done = partial(self._load_done, bundle)
+                    transfer = self._io.load(bundle, record.spec, record.runs, copy, due_s, done)
+                    work.submit.append(self._fly(bundle, transfer))
+                case WriteBack(bundle, due_s):
+                    record, new = self._ledger.bundles[bundle], CopyInProgress()
+                    done = partial(self._write_done, bundle, new)
+                    flight = self._fly(bundle, self._io.write_back(bundle, record.spec, record.runs, new, due_s, done))
+                    work.submit.append(flight)
+                case Expedite(bundle):
+                    flight = self._flights[bundle]
+                    flight.urgent = True
+                    if flight.ticket is not None:
+                        work.expedite.append(flight.ticket)
                 case FreeFlash():
-                    copy = self._copies.pop(effect.bundle, None)
-                    if isinstance(copy, FlashCopy):
-                        self._flash.free(copy.extent)
+                    old = self._copies.pop(effect.bundle, None)
+                    if isinstance(old, FlashCopy):
+                        self._flash.free(old.extent)
+        self._trace_evictions()
         if self._closed and self._ledger.drained:
             self._drained.notify_all()
         return work
 
-    def _perform(self, work: list[Transfer]) -> None:
-        for transfer in work:
-            self._mover.submit(transfer)
+    def _trace_evictions(self) -> None:
+        evicted = sum(self._ledger.evictions.values())
+        if evicted != self._evicted:
+            new, self._evicted, now_s = evicted - self._evicted, evicted, self._clock.now_s()
+            self.trace.add(Span("evictions", f"{new} evicted", now_s, now_s))
+
+    def _fly(self, bundle: int, transfer: Transfer) -> _Flight:
+        flight = self._flights[bundle] = _Flight(transfer)
+        return flight
+
+    def _perform(self, work: _Work) -> None:
+        for flight in work.submit:
+            ticket = self._mover.submit(flight.transfer)
+            with self._lock:
+                flight.ticket = ticket
+                if flight.urgent:
+                    work.expedite.append(ticket)
+        for ticket in work.expedite:
+            self._mover.expedite(ticket, -math.inf)
         self.wake()
 
-    def _count_stall(self, effect: Send) -> None:
-        asked_at = self._asked_at.pop((effect.message.lane, effect.message.answers), None)
-        if effect.waited_for is not None and asked_at is not None:
-            self._stall_s[effect.waited_for] += self._clock.now_s() - asked_at
-
-    def _chunks(self, nbytes: int) -> list[tuple[int, int]]:
-        size = self.layout.chunk_bytes
-        return [(offset, min(size, nbytes - offset)) for offset in range(0, nbytes, size)]
-
-    def _load(self, bundle: int) -> Transfer:
-        record, copy = self._ledger.bundles[bundle], self._copies[bundle]
-        spec, runs = record.spec, record.runs
-        spans = zip(self._chunks(spec.nbytes), copy.digests, strict=True)
-        match copy:
-            case FlashCopy(extent, _):
-                place = extent.place
-                chunks = [partial(self._read_chunk, spec, runs, extent, span, expected) for span, expected in spans]
-            case FileCopy():
-                place = self._file_place
-                chunks = [partial(self._read_file_chunk, spec, runs, copy, span, expected) for span, expected in spans]
-        done = partial(self._load_done, bundle)
-        return Transfer(Link.FLASH_TO_DRAM, spec.nbytes, Prepared(place, chunks), done, -math.inf, self.session)
-
-    def _read_chunk(
-        self, spec: BundleSpec, runs: tuple[Run, ...], extent: Extent, span: tuple[int, int], expected: int
-    ) -> None:
-        views = self._dram.views(runs, *span)
-        self._flash.read(extent, span[0], views)
-        self._directories[extent.place].count_traffic(span[1], 0)
-        if digest(views) != expected:
-            directory = self._directories[extent.place]
-            directory.count_checksum_failure()
-            raise DataLoss(
-                f"{spec} of job {self.job!r}: {format_size(span[1])} at offset {span[0]} read back from "
-                f"{directory.path} are not "
-                "what was written; check the drive, and restore the job from its last checkpoint"
-            )
-
-    def _read_file_chunk(
-        self, spec: BundleSpec, runs: tuple[Run, ...], copy: FileCopy, span: tuple[int, int], expected: int
-    ) -> None:
-        filled: list[memoryview] = []
-        for piece in pieces_within(copy.pieces, *span):
-            views = self._dram.views(runs, piece.bundle_offset, piece.nbytes)
-            copy.file.read(piece.file_offset, views)
-            filled += views
-        if digest(filled) != expected:
-            raise DataLoss(
-                f"{spec} of job {self.job!r}: {copy.file.path} has been changed since attach; frozen weights are read "
-                "from there while the job runs: put the file back as it was, and attach again"
-            )
+    def _take_note(self, effect: Send) -> None:
+        """Under the lock: an answer ends a stall; answers and pushes are in the trace."""
+        message = effect.message
+        if not isinstance(message, Grant | Refuse):
+            return
+        now_s = self._clock.now_s()
+        asked_at = self._asked_at.pop((message.lane, message.answers), now_s)
+        if effect.waited_for is not None:
+            self._stall_s[effect.waited_for] += now_s - asked_at
+        if isinstance(message, Refuse):
+            self.trace.add(Span("demand refused", message.code, asked_at, now_s, epoch=message.answers))
+            return
+        name = f"{message.mode.name.lower()} {self._ledger.specs[message.spec]}"
+        track = f"demand {effect.waited_for or 'hit'}" if message.answers else "push"
+        self.trace.add(Span(track, name, asked_at, now_s, bundle=message.bundle, epoch=message.answers))
 
     def _load_done(self, bundle: int, error: TiermemError | None) -> None:
         with self._lock:
+            del self._flights[bundle]
             effects = self._ledger.loaded(bundle) if error is None else self._ledger.load_failed(bundle, error)
             work = self._prepare(effects)
         self._perform(work)
 
-    def _write_back(self, bundle: int) -> Transfer:
-        record = self._ledger.bundles[bundle]
-        spans = self._chunks(record.spec.nbytes)
-        copy = _CopyInProgress([0] * len(spans))
-        prepare = partial(self._reserve_copy, record.spec, record.runs, spans, copy)
-        done = partial(self._write_done, bundle, copy)
-        return Transfer(Link.DRAM_TO_FLASH, record.spec.nbytes, prepare, done, -math.inf, self.session)
-
-    def _reserve_copy(
-        self, spec: BundleSpec, runs: tuple[Run, ...], spans: list[tuple[int, int]], copy: _CopyInProgress
-    ) -> Prepared:
-        extent = copy.extent = self._flash.reserve(spec.nbytes)
-        return Prepared(
-            extent.place, [partial(self._write_chunk, runs, extent, copy, i, span) for i, span in enumerate(spans)]
-        )
-
-    def _write_chunk(
-        self, runs: tuple[Run, ...], extent: Extent, copy: _CopyInProgress, index: int, span: tuple[int, int]
-    ) -> None:
-        views = self._dram.views(runs, *span)
-        copy.digests[index] = digest(views)
-        self._flash.write(extent, span[0], views)
-        self._directories[extent.place].count_traffic(0, span[1])
-
-    def _write_done(self, bundle: int, copy: _CopyInProgress, error: TiermemError | None) -> None:
+    def _write_done(self, bundle: int, copy: CopyInProgress, error: TiermemError | None) -> None:
         with self._lock:
+            del self._flights[bundle]
             superfluous = copy.extent
             if error is None and self._ledger.bundles[bundle].state != State.DOOMED:
                 assert copy.extent is not None
@@ -373,8 +357,11 @@ class JobStore:
                 commits=ledger.commits,
                 refusals=dict(ledger.refusals),
                 evictions={reason: ledger.evictions[reason] for reason in EvictReason},
+                predictions=self._lookahead.outcomes(),
+                pushes={PushOutcome.SENT: ledger.pushes, PushOutcome.USED: ledger.pushes_used},
                 stall_seconds=dict(self._stall_s),
                 waiting=len(ledger.pins.open),
+                notices=dict(self._notices),
             )
 
     def check_invariants(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from tiermem.notices import NoticeKind
+
 
 class Link(enum.StrEnum):
     """Directed paths between tiers, as they are called in metrics."""
@@ -17,6 +19,7 @@ class EvictReason(enum.StrEnum):
     """Why a bundle left DRAM."""
 
     DEMAND = "demand"
+    LOOKAHEAD = "lookahead"
 
 
 class StallCause(enum.StrEnum):
@@ -47,6 +50,21 @@ class TierStats:
     used_bytes: int = 0
 
 
+class PredictionOutcome(enum.StrEnum):
+    """What became of a prediction of the next access; UNKNOWN where there was none."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    UNKNOWN = "unknown"
+
+
+class PushOutcome(enum.StrEnum):
+    """What became of grants that were sent ahead of demands: used, or void."""
+
+    SENT = "sent"
+    USED = "used"
+
+
 @dataclass(frozen=True, slots=True)
 class JobStats:
     """One job. `tiers` by "dram" and "flash"; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim",
@@ -69,8 +87,11 @@ class JobStats:
     commits: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     evictions: dict[EvictReason, int] = field(default_factory=dict)
+    predictions: dict[PredictionOutcome, int] = field(default_factory=dict)
+    pushes: dict[PushOutcome, int] = field(default_factory=dict)
     stall_seconds: dict[StallCause, float] = field(default_factory=dict)
     waiting: int = 0
+    notices: dict[NoticeKind, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +127,7 @@ class StoreStats:
     creates: int = 0
     commits: int = 0
     evictions: dict[EvictReason, int] = field(default_factory=dict)
+    predictions: dict[PredictionOutcome, int] = field(default_factory=dict)
+    pushes: dict[PushOutcome, int] = field(default_factory=dict)
     stall_seconds: dict[StallCause, float] = field(default_factory=dict)
+    notices: dict[NoticeKind, int] = field(default_factory=dict)

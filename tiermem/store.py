@@ -18,8 +18,19 @@ from tiermem.clock import Clock
 from tiermem.errors import InvalidArgument, ResourceExhausted, TiermemError
 from tiermem.job_store import JobStore
 from tiermem.layout import MIN_ARENA_BYTES, arena_layout
+from tiermem.lookahead import LookaheadOptions
 from tiermem.mover import Mover
-from tiermem.stats import DirectoryStats, EvictReason, JobStats, StallCause, StoreStats, TierStats
+from tiermem.notices import NoticeKind
+from tiermem.stats import (
+    DirectoryStats,
+    EvictReason,
+    JobStats,
+    PredictionOutcome,
+    PushOutcome,
+    StallCause,
+    StoreStats,
+    TierStats,
+)
 from tiermem.tiers.base import Tier
 from tiermem.tiers.dram import DramTier
 from tiermem.tiers.flash import FlashTier
@@ -44,6 +55,9 @@ class Totals:
     stall_seconds: Counter[StallCause] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    notices: Counter[NoticeKind] = field(default_factory=Counter)
+    predictions: Counter[PredictionOutcome] = field(default_factory=Counter)
+    pushes: Counter[PushOutcome] = field(default_factory=Counter)
 
     def plus(self, jobs: Iterable[JobStats], reason: str | None = None) -> Totals:
         """These and the given jobs; with a reason they count as ended."""
@@ -58,6 +72,9 @@ class Totals:
                 total.stall_seconds + Counter(job.stall_seconds),
                 total.refusals + Counter(job.refusals),
                 total.reasons + Counter([reason] if reason else []),
+                total.notices + Counter(job.notices),
+                total.predictions + Counter(job.predictions),
+                total.pushes + Counter(job.pushes),
             )
         return total
 
@@ -88,11 +105,13 @@ class TensorStore:
         default_job_share: float = 0.5,
         wrap_flash: Callable[[Tier], Tier] = lambda tier: tier,
         file_place: int = 0,
+        lookahead: LookaheadOptions = LookaheadOptions(),  # noqa: B008 - frozen
     ) -> None:
         self.dram_bytes = dram_bytes
         self._directories, self._mover, self._clock = tuple(directories), mover, clock
         self._default_job_share = default_job_share
         self._file_place = file_place  # of the mover, for clients' files
+        self._lookahead = lookahead
         self._wrap_flash = wrap_flash  # for scripted faults
         self._lock = threading.Lock()
         self._jobs: dict[str, JobStore | None] = {}  # guarded by _lock; None while it is being opened
@@ -153,6 +172,7 @@ class TensorStore:
             self._clock,
             lambda: next(self._bundle_ids),
             self._file_place,
+            self._lookahead,
         )
         with self._lock:
             self._jobs[job] = store
@@ -212,6 +232,9 @@ class TensorStore:
             commits=totals.commits,
             evictions={r: totals.evictions[r] for r in EvictReason},
             stall_seconds={c: totals.stall_seconds[c] for c in StallCause},
+            notices={k: totals.notices[k] for k in NoticeKind},
+            predictions={o: totals.predictions[o] for o in PredictionOutcome},
+            pushes={o: totals.pushes[o] for o in PushOutcome},
         )
 
     def close(self) -> None:

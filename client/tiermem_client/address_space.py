@@ -180,6 +180,11 @@ class AddressSpace:
             raise InvalidArgument(f"{nbytes} bytes at {offset_bytes} are not inside {range_}")
         return (ctypes.c_ubyte * nbytes).from_address(address + offset_bytes)
 
+    @property
+    def moved(self) -> tuple[int, float]:
+        """Moves and their seconds since construction; cheaper than `stats`."""
+        return self._counters.moves, self._counters.seconds
+
     def stats(self) -> AddressSpaceStats:
         return AddressSpaceStats(
             mechanism=self.mechanism,

@@ -17,13 +17,15 @@ import torch
 from torch import nn
 
 from tiermem.bundle import Mode
-from tiermem.errors import InvalidArgument, TiermemError
+from tiermem.errors import InvalidArgument, TiermemError, Unsupported
 from tiermem.layout import arena_layout
+from tiermem.notices import NoticeKind
 from tiermem.units import MIB, format_size, parse_size
 from tiermem_client import storage_swap
 from tiermem_client.address_space import Mechanism
 from tiermem_client.channel import dial, resolve_endpoint
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
+from tiermem_client.compiled import Cuts, cuda_graph_refusals
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.file_backed import FileSources
 from tiermem_client.floors import main_floor
@@ -105,6 +107,8 @@ def attach(
     units = discover_units(model)
     if not units:
         raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
+    for refusal in cuda_graph_refusals(model):
+        raise Unsupported(refusal)
     storages = collect_storages(model, units)
     if any(module in _attached for module in model.modules()):
         raise InvalidArgument("this model is attached already; detach the first job before attaching again")
@@ -112,13 +116,16 @@ def attach(
     session, daemon, name = _open(dram, flash, job, endpoint, timeout_s, storages, forms)
     residency = Residency(session)
     book = GradBook(residency)
-    attached = Job(name, model, residency, storages, book, None, daemon, _fallbacks(session))
+    attached = Job(name, model, residency, storages, book, None, daemon)
+    _note_mechanisms(attached)
     sources = FileSources(session)
     try:
         _find_files(storages, optimizer, sources)
         _build(attached, units, optimizer, forms)
         _adopt(attached, units, sources)
         _hook(attached, units, optimizer)
+        attached.report()
+        attached.begin()
     except BaseException:
         _abort(attached)
         raise
@@ -236,13 +243,11 @@ def _default_dram_bytes(storages: dict[int, ManagedStorage], forms: dict[nn.Para
     return int(min(wanted, psutil.virtual_memory().available // 2))
 
 
-def _fallbacks(session: Session) -> tuple[str, ...]:
-    found = []
-    if session.address_space.mechanism is not Mechanism.MREMAP:
-        found.append(f"address space: {session.address_space.mechanism}")
-    if storage_swap.self_test() is not storage_swap.Mechanism.SWAP:
-        found.append(f"storage: {storage_swap.self_test()}")
-    return tuple(found)
+def _note_mechanisms(job: Job) -> None:
+    if (moves := job.residency.session.address_space.mechanism) is not Mechanism.MREMAP:
+        job.note(NoticeKind.PAGE_MOVES, f"address space: {moves}")
+    if (switch := storage_swap.self_test()) is not storage_swap.Mechanism.SWAP:
+        job.note(NoticeKind.STORAGE_SWITCH, f"storage: {switch}")
 
 
 def _build(
@@ -316,10 +321,10 @@ def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
         adoption = sources.adoption(bundle.spec, addresses, offsets, file, chunk_bytes)
         if adoption is None:
             names = ", ".join(s.name for s in group.storages[:3])
-            job.fallbacks += (
+            job.note(
+                NoticeKind.FILE_CHANGED,
                 f"frozen weights of {group.unit!r} ({names}, ...): copied (changed since they were loaded)",
             )
-            _log.info("job %r: %s", job.name, job.fallbacks[-1])
             return False
         adoptions.append(adoption)
     job.residency.adopt(group.bundles, adoptions)
@@ -334,7 +339,8 @@ def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
 def _adopt(job: Job, units: list[Unit], sources: FileSources) -> None:
     """Bring bytes into the store: parameters, gradients that exist, optimizer state that exists."""
     residency = job.residency
-    job.fallbacks += tuple(sources.refusals)
+    for refusal in sources.refusals:
+        job.note(NoticeKind.FILE_REFUSED, refusal)
     for unit in units:
         for group in unit.groups:
             if _adopt_from_file(job, group, sources):
@@ -361,7 +367,12 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     saved = SavedTensorHooks(job.residency, job.storages, job.book.settle)
     guards = GuardBook(job.residency, saved)
     hooks = UnitHooks(
-        job.residency, saved, job.book, lambda unit: _enter(unit, guards, job.book), lambda unit: guards.shut(unit.used)
+        job.residency,
+        saved,
+        job.book,
+        lambda unit: _enter(unit, guards, job.book),
+        lambda unit: guards.shut(unit.used),
+        Cuts(lambda text: _inexact(job, text)),
     )
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
@@ -377,6 +388,11 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
         for managed in storage.parameters:
             guards.cover(managed.parameter, storage.group.bundles)
     job.undo.append(guards.uncover_all)
+
+
+def _inexact(job: Job, text: str) -> None:
+    job.note(NoticeKind.COMPILED_ACROSS_UNITS, text)
+    job.report()
 
 
 def _enter(unit: Unit, guards: GuardBook, book: GradBook) -> None:

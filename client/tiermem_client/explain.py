@@ -11,6 +11,7 @@ from torch import nn
 from tiermem.errors import InvalidArgument, Unsupported
 from tiermem.layout import MIN_ARENA_BYTES
 from tiermem.units import format_size
+from tiermem_client.compiled import compiled_across_units, cuda_graph_refusals
 from tiermem_client.shadow import OptimizerForm, OptimizerProbe
 from tiermem_client.units import Unit, collect_storages, discover_units
 
@@ -63,7 +64,7 @@ def explain(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"explain expects a torch.nn.Module, not {type(model).__name__}")
     units = discover_units(model)
-    refusals, notes = [], []
+    refusals, notes = cuda_graph_refusals(model), compiled_across_units(model, {m for u in units for m in u.modules})
     if not units:
         refusals.append(f"{type(model).__name__} has no parameters")
     try:

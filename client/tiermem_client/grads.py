@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from tiermem.bundle import Kind, Mode, TensorSpec
 from tiermem.errors import TiermemError, Unsupported
 from tiermem.layout import TENSOR_ALIGN_BYTES
+from tiermem.plan import Phase
 from tiermem.units import round_up
 from tiermem_client.hook_objects import LeavesNoCopy
 from tiermem_client.residency import Bundle, Residency
@@ -169,6 +170,8 @@ class GradBook:
             if self._kept is store:
                 return
             self.settle()
+            if torch._C._current_graph_task_id() != -1:
+                self.residency.accessed(store.group.unit, Phase.BACKWARD)
             self.residency.acquire(store.bundles, Mode.UPDATE if store.stored else Mode.CREATE)
             self._kept = store
 
@@ -316,9 +319,10 @@ class _Accumulated(LeavesNoCopy):
     managed: ManagedParameter
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        grad = parameter.grad
-        if grad is not None and type(grad) is not GradHandle:
-            parameter.grad = self.book.put(self.managed, grad)
+        with torch._C.DisableTorchFunctionSubclass():  # past the guard, which `.grad` would go through twice
+            grad = parameter.grad
+            if grad is not None and type(grad) is not GradHandle:
+                parameter.grad = self.book.put(self.managed, grad)
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from tiermem.bundle import Mode
-from tiermem.errors import TiermemError
+from tiermem.errors import InvalidArgument, TiermemError
+from tiermem.notices import MAX_COUNT, Notice, NoticeKind
 from tiermem.stats import LinkStats, TierStats
+from tiermem.trace import STEPS, Span
 from tiermem_client.address_space import AddressSpaceStats
 from tiermem_client.embedded import EmbeddedDaemon
 from tiermem_client.grads import GradBook, GradHandle
 from tiermem_client.residency import Residency, ResidencyStats
 from tiermem_client.storage_swap import evacuate
+from tiermem_client.trace_recordings import TraceRecordings
 from tiermem_client.units import ManagedStorage
 from tiermem_client.updates import Updater
 
@@ -30,10 +37,13 @@ _log = logging.getLogger("tiermem.job")
 class TrainerStats:
     """One instant of a job, the daemon's counters and the trainer's.
 
-    `hits` and `misses` are demands answered at once and after a transfer; `local` are acquisitions that needed no
-    demand. `stall_s` is the time in which the script waited for the daemon, `leases` what it holds now. `fallbacks`
-    names every mechanism that is not the first choice. `adopted_file_bytes` are frozen weights that are read from the
-    file they were loaded from, and never written to flash.
+    `hits` and `misses` are demands answered at once and after a transfer; `residency` counts all acquisitions, also
+    those that needed no demand. `predictions` are accesses by whether they had been predicted ("right", "wrong",
+    "unknown"), `pushes` grants sent ahead of demands and those of them that were used. `stall_s` is the time in which
+    the script waited for the daemon, `leases` what it holds now. `fallbacks` names every mechanism that is not the
+    first choice; results are the same. `inexact` names what is not bit for bit what the plain script computes, and the
+    remedy. `adopted_file_bytes` are frozen weights that are read from the file they were loaded from, and never written
+    to flash.
     """
 
     job: str
@@ -45,11 +55,14 @@ class TrainerStats:
     tiers: dict[str, TierStats]
     bytes_by_kind: dict[str, int]
     evictions: dict[str, int]
+    predictions: dict[str, int]
+    pushes: dict[str, int]
     dirty_bytes: int
     leases: int
     residency: ResidencyStats
     address_space: AddressSpaceStats
     fallbacks: tuple[str, ...] = ()
+    inexact: tuple[str, ...] = ()
     adopted_file_bytes: int = 0
 
     @property
@@ -69,11 +82,16 @@ class Job:
     book: GradBook = field(repr=False)
     updater: Updater | None = field(repr=False)
     daemon: EmbeddedDaemon | None
-    fallbacks: tuple[str, ...] = ()
+    notices: list[Notice] = field(default_factory=list, repr=False)
+    reported: int = field(default=0, repr=False)  # of the notices
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
     adopted: list[ManagedStorage] = field(default_factory=list, repr=False)  # storages whose bytes are in the store
     adopted_file_bytes: int = 0
     attached: bool = True
+    recordings: TraceRecordings = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.recordings = TraceRecordings(self.residency.session)
 
     def stats(self) -> TrainerStats:
         """Counters of this job, from the daemon and from here. Raises DaemonUnavailable or DaemonTimeout."""
@@ -81,9 +99,7 @@ class Job:
         with self.residency.session.lock:
             space = self.residency.session.address_space.stats()
             stall_s, leases = self.residency.session.stall_s, self.residency.session.table.leases
-            mine = ResidencyStats(
-                self.residency.stats.local, self.residency.stats.demands, self.residency.stats.commits
-            )
+            mine = dataclasses.replace(self.residency.stats)
         return TrainerStats(
             job=self.name,
             hits=table["hits"],
@@ -94,13 +110,47 @@ class Job:
             tiers={k: TierStats(**v) for k, v in table["tiers"].items()},
             bytes_by_kind=table["bytes_by_kind"],
             evictions=table["evictions"],
+            predictions=table["predictions"],
+            pushes=table["pushes"],
             dirty_bytes=table["dirty_bytes"],
             leases=leases,
             residency=mine,
             address_space=space,
-            fallbacks=self.fallbacks,
+            fallbacks=tuple(notice.text for notice in self.notices if notice.kind.exact),
+            inexact=tuple(notice.text for notice in self.notices if not notice.kind.exact),
             adopted_file_bytes=self.adopted_file_bytes,
         )
+
+    def note(self, kind: NoticeKind, text: str) -> None:
+        """Keep and log what is done in another way than the first choice; `report` tells the daemon."""
+        self.notices.append(Notice(kind, text))
+        _log.log(logging.INFO if kind.exact else logging.WARNING, "job %r: %s", self.name, text)
+
+    def report(self) -> None:
+        """Tell the daemon what was noted since the last time, in one message for each kind."""
+        new, self.reported = self.notices[self.reported :], len(self.notices)
+        for kind in dict.fromkeys(notice.kind for notice in new):
+            texts = [notice.text for notice in new if notice.kind is kind]
+            self.residency.session.notice(Notice(kind, texts[0], min(len(texts), MAX_COUNT)))
+
+    def begin(self) -> None:
+        """Everything is in place: the first step begins, as the trace has it."""
+        now_s = time.monotonic()
+        self.residency.session.trace.add(Span(STEPS, "attached", now_s, now_s))
+        if self.updater is not None:
+            self.updater.on_step = self.recordings.step_ended
+
+    def trace(self, path: str | os.PathLike[str], steps: int = 1) -> None:
+        """Record from now until the optimizer has ended `steps` steps, and write the file then: units, waits, transfers
+        and grants of trainer and daemon, for https://ui.perfetto.dev. Without an optimizer, and where the job ends
+        before, it is written when the job ends. An existing file is replaced.
+
+        Raises InvalidArgument (no step at all; a path that cannot be written), DaemonUnavailable (the job has ended). A
+        file that cannot be written in the end is an error in the log.
+        """
+        if steps < 1:
+            raise InvalidArgument(f"steps={steps}; a trace shows at least one")
+        self.recordings.begin(Path(path), steps if self.updater is not None else 0)
 
     def flush(self) -> None:
         """Commit everything that was written and let go of what is kept leased for the next operation."""
@@ -162,11 +212,11 @@ class Job:
     def _end(self) -> None:
         with contextlib.suppress(ValueError):
             _live.remove(self)
-        try:
-            self.residency.session.close()
-        finally:
+        with contextlib.ExitStack() as ends:
             if self.daemon is not None:
-                self.daemon.stop()
+                ends.callback(self.daemon.stop)
+            ends.callback(self.residency.session.close)
+            self.recordings.finish()
 
     def __enter__(self) -> Job:
         return self
@@ -193,6 +243,7 @@ def close_all() -> None:
     """At exit: end what was not detached."""
     for job in list(_live):
         try:
+            job.recordings.finish(_EXIT_PATIENCE_S)
             job.residency.session.close(_EXIT_PATIENCE_S)
             job.close()
         except TiermemError as error:

@@ -19,8 +19,10 @@ from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.errors import TiermemError
 from tiermem.file_pieces import Adoption
 from tiermem.grants.table import Lease
+from tiermem.plan import Access, Phase
 from tiermem_client.address_space import Range
 from tiermem_client.session import Session
+from tiermem_client.unit_spans import Costs, UnitSpans
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +65,12 @@ class Bundle:
 
 @dataclass(slots=True)
 class ResidencyStats:
-    """Counts since attach: acquisitions answered by a lease that was held already, and those that asked the daemon."""
+    """Counts since attach: acquisitions answered by a lease that was held already, by a grant that had come ahead, and
+    those that asked the daemon.
+    """
 
     local: int = 0
+    ahead: int = 0
     demands: int = 0
     commits: int = 0
 
@@ -77,10 +82,16 @@ class Residency:
     session: Session
     stats: ResidencyStats = field(default_factory=ResidencyStats)
     budget_frames: int = 0  # 0 until admitted
+    units: UnitSpans = field(init=False)
     _specs: int = 0
     _declared_frames: int = 0
+    _access: Access | None = None
     _idle: dict[Bundle, None] = field(default_factory=dict)
     _unreferenced: deque[Callable[[], None]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        session = self.session
+        self.units = UnitSpans(session.trace, lambda: Costs(session.stall_s, *session.address_space.moved))
 
     def new_bundles(self, requests: Sequence[tuple[Kind, str, int, tuple[TensorSpec, ...]]]) -> list[Bundle]:
         """Declare bundles side by side in one range, in order; all but the last must be whole frames long."""
@@ -146,21 +157,53 @@ class Residency:
         create = bundle.bundle_id is None
         if create and mode != Mode.CREATE:
             raise TiermemError(f"{bundle.spec} holds no bytes and was asked for {mode.name}")
-        self.stats.demands += 1
-        bundle.asking = True
-        try:
-            lease = self.session.demand(bundle.spec.spec_id if create else self._id(bundle), mode, bundle.spec)
-        finally:
-            bundle.asking = False
-            self.session.lock.notify_all()
+        target = bundle.spec.spec_id if create else self._id(bundle)
+        lease = self.session.take(target, mode)
+        if lease is not None:
+            self.stats.ahead += 1
+        else:
+            lease = self._demand(bundle, target, mode)
         old = bundle.lease
         if old is None:
             self.session.address_space.map(bundle.range, bundle.offset_bytes, lease.grant.runs)
-        bundle.lease, bundle.bundle_id, bundle.version = lease, lease.grant.bundle, lease.grant.version
+        bundle.lease, bundle.bundle_id = lease, lease.grant.bundle
+        bundle.version = max(bundle.version, lease.grant.version)  # a grant that came ahead may be older than a commit
         bundle.holders += 1
         self._idle.pop(bundle, None)
         if old is not None:  # an upgrade: the reading lease of the same frames ends
             self.session.done(old.grant.serial)
+
+    def _demand(self, bundle: Bundle, target: int, mode: Mode) -> Lease:
+        self.stats.demands += 1
+        bundle.asking = True
+        try:
+            return self.session.demand(target, mode, bundle.spec)
+        finally:
+            bundle.asking = False
+            self.session.lock.notify_all()
+
+    def accessed(self, unit: str, phase: Phase, training: bool = True) -> None:
+        """What is acquired from now on belongs to this. Not said where nothing will ever have to move, and once for all
+        nodes of a unit's backward; the trace has it in any case.
+        """
+        with self.session.lock:
+            self.units.began(unit, phase)
+            if self.keeps_idle:
+                return
+            access = Access(unit, phase, training)
+            if phase != Phase.BACKWARD or access != self._access:
+                self._access = access
+                self.session.accessed(access)
+
+    def left(self, unit: str) -> None:
+        """The forward of the unit, or its recomputation, has ended; for the trace."""
+        with self.session.lock:
+            self.units.left(unit)
+
+    def rests(self) -> None:
+        """No unit computes now: backward or the step has ended; for the trace."""
+        with self.session.lock:
+            self.units.rest()
 
     def _id(self, bundle: Bundle) -> int:
         assert bundle.bundle_id is not None

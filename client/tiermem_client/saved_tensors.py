@@ -25,6 +25,7 @@ from torch._compile import _disable_dynamo
 
 from tiermem.bundle import Mode
 from tiermem.errors import TiermemError, Unsupported
+from tiermem.plan import Phase
 from tiermem_client.residency import Bundle, Residency
 from tiermem_client.storage_swap import storage_key
 from tiermem_client.units import ManagedStorage
@@ -128,6 +129,7 @@ class SavedTensorHooks:
                 _check_version(packed.counter(), packed.version, packed.size, packed.dtype)
                 group = packed.storage.group
                 assert group is not None
+                self.residency.accessed(group.unit, Phase.BACKWARD)
                 self.hold(group.owner, group.bundles)
                 if torch.is_grad_enabled():
                     self._push_for_this_node()
@@ -163,6 +165,9 @@ class SavedTensorHooks:
                 self._tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
             mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
+            if mine is not None and len(self._holds) == 1 and all(bundle in mine.bundles for bundle in bundles):
+                first, mine.node = mine.node is not node, node  # the usual case: the same unit goes on
+                return first
             done = [h for h in self._holds if h.node is None or (h.task == task and h.node is not node)]
             self._release([h for h in done if h.owner is not owner])
             first = mine is None or mine.node is not node
@@ -195,6 +200,7 @@ class SavedTensorHooks:
             self._release([h for h in self._holds if h.task == task])
             if not self._tasks:
                 self.on_backward_end()
+                self.residency.rests()
 
     def abandon(self) -> None:
         """Between steps: what a backward that raised still holds is let go."""

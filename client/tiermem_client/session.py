@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
@@ -21,12 +20,17 @@ from tiermem import __version__
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.errors import DaemonTimeout, DaemonUnavailable, TiermemError, Unsupported, error_for
 from tiermem.file_pieces import Adoption
+from tiermem.grants.messages import Surrender
 from tiermem.grants.table import GrantTable, Lease, Waiter
+from tiermem.notices import Notice
+from tiermem.plan import Access
 from tiermem.rpc import codec
 from tiermem.rpc.status import error_from_rpc
 from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem.trace import WAITS, ProcessTrace, Span, TraceRing
 from tiermem_client.address_space import AddressSpace
 from tiermem_client.channel import Connection
+from tiermem_client.outgoing import Outgoing
 from tiermem_client.side_channel import SideChannel
 
 _log = logging.getLogger("tiermem.session")
@@ -47,6 +51,7 @@ class Session:
         self.lock = threading.Condition(threading.RLock())
         self.table = GrantTable([MAIN])  # guarded by lock
         self.stall_s = 0.0  # guarded by lock
+        self.trace = TraceRing()
         self._error: TiermemError | None = None  # guarded by lock
         self._closing = False  # guarded by lock
         self._closed = False  # guarded by lock; there is no address space any more
@@ -55,7 +60,7 @@ class Session:
         self._heard_at = time.monotonic()  # guarded by lock
         self._pid = os.getpid()
         _sessions.add(self)
-        self._outgoing: queue.SimpleQueue[pb.ClientMessage | None] = queue.SimpleQueue()
+        self._outgoing = Outgoing()
         self._side = SideChannel()
         token = self._side.connect(Path(connection.info.side_socket), timeout_s)
         self._outgoing.put(
@@ -70,7 +75,7 @@ class Session:
                 )
             )
         )
-        self._stream = connection.stub.Session(iter(self._outgoing.get, None))
+        self._stream = connection.stub.Session(iter(self._outgoing))
         try:
             self.opened = self._first_message()
             fd, _ = self._side.receive_descriptor(timeout_s)
@@ -146,10 +151,26 @@ class Session:
                 self._outgoing.put(codec.encode_adopt(adoption))
             self._wait(lambda: all(a.spec_id in self._adopted for a in adoptions), "an adoption")
             answers = [self._adopted.pop(adoption.spec_id) for adoption in adoptions]
-        for answer in answers:
-            if answer.code:
-                raise error_for(answer.code, answer.message)
+            for answer in answers:
+                if answer.code:
+                    raise error_for(answer.code, answer.message)
+                self.table.adopted(answer.bundle)
         return [answer.bundle for answer in answers]
+
+    def accessed(self, access: Access) -> None:
+        """Say what comes next. Nothing depends on it but what the daemon foresees."""
+        with self.lock:
+            if self.alive:
+                self.table.accessed(MAIN, access)
+                self._flush()
+
+    def take(self, target: int, mode: Mode) -> Lease | None:
+        """A lease by a grant that has come ahead of its use, without a wait; None where there is none."""
+        with self.lock:
+            self._check()
+            lease = self.table.take(MAIN, target, mode)
+            self._flush()
+            return lease
 
     def demand(self, target: int, mode: Mode, what: object) -> Lease:
         """Ask for a lease and wait for it (the lock is released meanwhile). Raises the daemon's typed refusal, or
@@ -159,11 +180,14 @@ class Session:
             self._check()
             waiter: Waiter = self.table.demand(MAIN, target, mode)
             self._flush()
-            asked_at = time.perf_counter()
+            asked_at = time.monotonic()
             try:
                 self._wait(lambda: not waiter.open, f"{mode.name.lower()} of {what}")
             finally:
-                self.stall_s += time.perf_counter() - asked_at
+                now_s = time.monotonic()
+                self.stall_s += now_s - asked_at
+                name, epoch = f"{mode.name.lower()} {what}", waiter.demand.epoch
+                self.trace.add(Span(WAITS, name, asked_at, now_s, bundle=_granted(waiter), epoch=epoch))
             if waiter.error is not None:
                 raise waiter.error
             assert waiter.lease is not None
@@ -186,6 +210,12 @@ class Session:
             self.table.discard(bundles)
             self._flush()
 
+    def notice(self, notice: Notice) -> None:
+        """Tell the daemon, which counts and logs it. At most MAX_NOTICES in a session."""
+        with self.lock:
+            self._check()
+            self._outgoing.put(codec.encode_notice(notice))
+
     def status(self) -> bytes:
         """This job's part of the daemon's snapshot, as JSON."""
         self.check_usable()
@@ -196,6 +226,25 @@ class Session:
         except grpc.RpcError as error:
             raise error_from_rpc(error) from error
         return answer.stats_json
+
+    def daemon_trace(self, start_s: float, patience_s: float) -> list[ProcessTrace]:
+        """What the daemon has done for this job since `start_s` (time.monotonic()), and a little more. Not to be called
+        under the lock. Raises as `status` (the daemon may take `patience_s`), ProtocolError.
+        """
+        self._check()
+        asked_s = time.monotonic()
+        seconds = asked_s - start_s + 1.0  # that the question takes time loses nothing
+        request = pb.GetTraceRequest(job=self.opened.job, seconds=min(seconds, 86400.0), daemon_only=True)
+        try:
+            answer: pb.GetTraceResponse = self.connection.stub.GetTrace(request, timeout=patience_s)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from error
+        away_s = answer.now_s - time.monotonic()
+        differs = (f"its clock differs by {away_s:.3f} s",) if not asked_s - time.monotonic() <= away_s <= 0 else ()
+        return [
+            ProcessTrace(p.name, p.pid, codec.decode_spans(p.spans).spans, (*p.notes, *differs))
+            for p in answer.processes
+        ]
 
     # -- the machinery
 
@@ -258,6 +307,9 @@ class Session:
 
     def _read(self) -> None:
         for message in self._messages():
+            for single in message.batch.messages or (message,):
+                if single.WhichOneof("body") == "ask_trace":
+                    self._tell_trace(single.ask_trace)  # without the lock: it may be many
             with self.lock:
                 self._heard_at = time.monotonic()
                 try:
@@ -277,11 +329,19 @@ class Session:
         )
 
     def _take(self, message: pb.DaemonMessage) -> bool:
+        """Act on a message; False when it was the last. All of a batch is taken before any waiting thread goes on."""
         match message.WhichOneof("body"):
+            case "batch":
+                for inner in message.batch.messages:
+                    if not self._take(inner):
+                        return False
             case "grant":
                 self.table.receive(codec.decode_grant(message.grant, self.frames))
             case "refuse":
                 self.table.receive(codec.decode_refuse(message.refuse))
+            case "surrender":
+                self.table.receive(Surrender(message.surrender.lane))
+                self._flush()
             case "admitted":
                 self._admitted = message.admitted
             case "adopted":
@@ -289,6 +349,11 @@ class Session:
             case "closed":
                 return False
         return True
+
+    def _tell_trace(self, ask: pb.AskTrace) -> None:
+        now_s = time.monotonic()
+        spans = codec.encode_spans(self.trace.since(now_s - ask.seconds))
+        self._outgoing.put(pb.ClientMessage(trace=pb.Trace(id=ask.id, now_s=now_s, spans=spans)))
 
     @property
     def alive(self) -> bool:
@@ -310,13 +375,17 @@ class Session:
         if self._reader.is_alive():
             _log.warning("the daemon did not confirm the end of session %s", self.opened.session)
             self._stream.cancel()
-        self._outgoing.put(None)
+        self._outgoing.close()
         self._reader.join()
         self._side.close()
         self.connection.close()
         with self.lock:
             self._closed = True
             self.address_space.close()
+
+
+def _granted(waiter: Waiter) -> int:
+    return 0 if waiter.lease is None else waiter.lease.grant.bundle
 
 
 def _process_hint(pid: int) -> str:

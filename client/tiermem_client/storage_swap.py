@@ -103,6 +103,11 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     """What tensors on one storage share, while it lives. None for a tensor without storage: sparse, opaque, functorch's
     wrappers, an uninitialised lazy parameter.
     """
+    if type(tensor) is torch.Tensor:  # what autograd saves, mostly
+        try:
+            return int(tensor.untyped_storage()._cdata)
+        except NotImplementedError:
+            return None
     if torch.nn.parameter.is_lazy(tensor):
         return None
     try:

@@ -12,6 +12,8 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from tiermem.bundle import Mode
+from tiermem.plan import Phase
+from tiermem_client.compiled import Cuts, not_traced, refuse_capture, region, stream_is_capturing
 from tiermem_client.grads import GradBook
 from tiermem_client.hook_objects import LeavesNoCopy
 from tiermem_client.residency import Residency
@@ -41,6 +43,8 @@ class UnitHooks:
     book: GradBook
     on_enter: Callable[[Unit], None] = lambda unit: None
     on_leave: Callable[[Unit], None] = lambda unit: None
+    cuts: Cuts = field(default_factory=Cuts)
+    capturing: Callable[[], bool] = stream_is_capturing
     _entries: dict[Unit, list[_Entry]] = field(default_factory=dict)
 
     def install(self, model: nn.Module, units: list[Unit]) -> Callable[[], None]:
@@ -54,7 +58,8 @@ class UnitHooks:
             for module in _inner_modules(unit, hooked):
                 handles += inner.hook(module, _EnterInner(self, unit, module), _LeaveInner(self, unit, module))
         pushed: list[bool] = []
-        handles += root.hook(model, _EnterRoot(self.saved, model, pushed), _LeaveRoot(self.saved, model, pushed))
+        cuts = None if model in hooked else self.cuts
+        handles += root.hook(model, _EnterRoot(self.saved, model, pushed, cuts), _LeaveRoot(self.saved, model, pushed))
 
         def undo() -> None:
             for handle in handles:
@@ -71,12 +76,16 @@ class UnitHooks:
         entry.pushed = self.saved.push()
         if len(entries) > 1:
             return
+        if self.capturing():
+            refuse_capture(f"unit {unit.name!r}")
         self.book.settle()
         if self.saved.in_backward():  # a recomputation: backward often goes on with the same unit
+            self.residency.accessed(unit.name, Phase.RECOMPUTE)
             entry.loose = self.saved.hold(unit, unit.bundles)
             entry.held = True
         else:
             self.saved.abandon()
+            self.residency.accessed(unit.name, Phase.FORWARD, unit.modules[0].training)
             self.residency.acquire(unit.bundles, Mode.READ)
             entry.leased = True
         self.on_enter(unit)
@@ -99,6 +108,7 @@ class UnitHooks:
                 self._take_changes(unit, changed)
         finally:
             self.on_leave(unit)
+            self.residency.left(unit.name)
             if entry.leased:
                 self.residency.release(unit.bundles)
             if entry.loose:
@@ -154,9 +164,11 @@ class _Enter(LeavesNoCopy):
     unit: Unit
     module: nn.Module
 
-    @_disable_dynamo
+    @not_traced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self.module:
+            if (current := region()) is not None:
+                self.hooks.cuts.entered(current, self.unit, self.unit.name)
             self.hooks.enter(self.unit)
 
 
@@ -205,9 +217,13 @@ class _EnterRoot(LeavesNoCopy):
     saved: SavedTensorHooks
     module: nn.Module
     pushed: list[bool]
+    cuts: Cuts | None
 
+    @not_traced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is self.module:
+            if self.cuts is not None and (current := region()) is not None:
+                self.cuts.entered(current, module, "the model")
             self.pushed.append(self.saved.push())
 
 

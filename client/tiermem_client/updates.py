@@ -9,6 +9,7 @@ puts them back. Gradients are kept: `zero_grad` frees them, as in plain torch.
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from torch._compile import _disable_dynamo
 
 from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
+from tiermem.plan import Phase
+from tiermem.trace import STEPS, Span
+from tiermem_client.compiled import refuse_capture, stream_is_capturing
 from tiermem_client.grads import GradBook, GradHandle, GradSlot
 from tiermem_client.heap import large_blocks_mapped
 from tiermem_client.hook_order import OursFirst, OursLast
@@ -33,6 +37,8 @@ from tiermem_client.units import Group
 _set_version: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
+
+_past_guards = torch._C.DisableTorchFunctionSubclass
 
 
 @dataclass(slots=True)
@@ -69,6 +75,9 @@ class Updater:
         self.updates = [self._plan(group, forms) for group in groups]
         self.shown = ShownState(optimizer, residency, self.updates)
         self.steps = 0
+        self.on_step: Callable[[], None] = lambda: None
+        self._began_s = 0.0
+        self.capturing: Callable[[], bool] = stream_is_capturing
         self._taken: list[tuple[nn.Parameter, GradHandle]] = []
         self._step: StepInProgress | None = None
 
@@ -101,6 +110,9 @@ class Updater:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             _refuse_compiled()
+        if self.capturing():
+            refuse_capture("optimizer.step()")
+        self._began_s = time.monotonic()
         if any(a is not None for a in args[1:]) or any(v is not None for v in kwargs.values()):
             raise Unsupported(
                 "step(closure) re-evaluates the model inside the update, which cannot be streamed; "
@@ -108,10 +120,11 @@ class Updater:
             )
         self._restore()
         taken: dict[nn.Parameter, tuple[int, GradHandle]] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if type(parameter.grad) is GradHandle:
-                    taken[parameter] = (index, parameter.grad)
+        with _past_guards():
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    if type(grad := parameter.grad) is GradHandle:
+                        taken[parameter] = (index, grad)
         handles = {p: handle for p, (_, handle) in taken.items()}
         if self._step is None or not self._step.goes_on_with(handles):
             references = {p: weakref.ref(handle) for p, handle in handles.items()}
@@ -119,22 +132,26 @@ class Updater:
         self.book.settle()
         owner = {p: update for update in self.updates for p in self._update_group(update, self._step, taken)}
         self._step = None
-        for parameter in taken:  # in the optimizer's order, which is that of its state_dict
-            self.shown.show(owner[parameter], parameter)
         self.steps += 1
-        for parameter, (_, handle) in taken.items():
-            self._taken.append((parameter, handle))
-            parameter.grad = None
+        with _past_guards():
+            for parameter, (_, handle) in taken.items():  # in the optimizer's order, which is that of its state_dict
+                self.shown.show(owner[parameter], parameter)
+                self._taken.append((parameter, handle))
+                parameter.grad = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._restore()
+        self.residency.rests()
+        self.residency.session.trace.add(Span(STEPS, "optimizer.step()", self._began_s, time.monotonic()))
+        self.on_step()
 
     def _restore(self) -> None:
         """Put the gradients back; also after a step of the user's that raised."""
-        while self._taken:
-            parameter, handle = self._taken.pop()
-            if parameter.grad is None:
-                parameter.grad = handle
+        with _past_guards():
+            while self._taken:
+                parameter, handle = self._taken.pop()
+                if parameter.grad is None:
+                    parameter.grad = handle
 
     # -- the update
 
@@ -169,6 +186,7 @@ class Updater:
         stored = [b for b in state if b.stored]
         blank = [b for b in state if not b.stored]  # had before anything changes, as there may be no room
         held: list[Bundle] = []
+        self.residency.accessed(f"{update.group.unit}/{parameters[0].spec.spec_id}", Phase.UPDATE)
         try:
             for bundles, mode in (
                 (parameters, Mode.UPDATE),

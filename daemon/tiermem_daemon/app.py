@@ -22,6 +22,7 @@ from tiermem import __version__
 from tiermem.clock import MonotonicClock
 from tiermem.config import SIDE_SOCKET_SUFFIX, LoadedConfig
 from tiermem.errors import ConfigError, TiermemError
+from tiermem.lookahead import LookaheadOptions, Policy
 from tiermem.mover import Mover
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
@@ -159,7 +160,8 @@ def _open_store(loaded: LoadedConfig, options: ServeOptions) -> TensorStore:
         file_place = len(directories)  # beside the directories: a client's file may be on a disk that hangs
         mover = Mover(file_place + 1, workers_per_place=config.mover.workers_per_directory, clock=clock)
         share = config.dram.default_job_share
-        store = TensorStore(loaded.dram_bytes, directories, mover, clock, share, wrap, file_place)
+        lookahead = LookaheadOptions(Policy(config.placement.policy), config.placement.lookahead)
+        store = TensorStore(loaded.dram_bytes, directories, mover, clock, share, wrap, file_place, lookahead)
         undo.pop_all()
     return store
 

@@ -126,6 +126,18 @@ def status(config_file: Path | None, socket: Path | None, as_json: bool, job: st
 
 @main.command()
 @_options(_CONFIG, _SOCKET)
+@click.option("--out", type=_PATH, required=True, help="File to write.")
+@click.option("--job", default="", help="Of this job; may be left out where only one runs.")
+@click.option("--seconds", type=float, help="What happened in the last so many seconds, instead of one step.")
+def trace(config_file: Path | None, socket: Path | None, out: Path, job: str, seconds: float | None) -> None:
+    """Write a job's last training step as a trace of trainer and daemon, for https://ui.perfetto.dev."""
+    from tiermem_daemon import trace_view
+
+    click.echo(trace_view.save(_daemon_socket(config_file, socket), out, job, seconds))
+
+
+@main.command()
+@_options(_CONFIG, _SOCKET)
 @click.pass_context
 def health(ctx: click.Context, config_file: Path | None, socket: Path | None) -> None:
     """Exit 0 where the daemon serves, 1 where it starts or stops, 3 where none answers."""

@@ -17,7 +17,8 @@ from prometheus_client.registry import Collector
 from tiermem import __version__
 from tiermem.bundle import TierName
 from tiermem.errors import Code
-from tiermem.stats import EvictReason, JobStats, Link, StallCause, StoreStats
+from tiermem.notices import NoticeKind
+from tiermem.stats import EvictReason, JobStats, Link, PredictionOutcome, PushOutcome, StallCause, StoreStats
 
 # Seen on disks that fail or fill up; any other errno gets its own series when it first occurs.
 _KNOWN_ERRNOS = ("EIO", "ENOSPC")
@@ -101,6 +102,18 @@ def _stalls(stats: StoreStats) -> _Samples:
     return _with_zeros(StallCause, stats.stall_seconds.items())
 
 
+def _predictions(stats: StoreStats) -> _Samples:
+    return _with_zeros(PredictionOutcome, stats.predictions.items())
+
+
+def _pushes(stats: StoreStats) -> _Samples:
+    return _with_zeros(PushOutcome, stats.pushes.items())
+
+
+def _notices(stats: StoreStats) -> _Samples:
+    return _with_zeros(NoticeKind, stats.notices.items())
+
+
 def _gauge(name: str, text: str, samples: Callable[[StoreStats], _Samples], *labels: str) -> MetricSpec:
     return MetricSpec(name, GaugeMetricFamily, text, labels, samples)
 
@@ -120,6 +133,8 @@ TABLE: tuple[MetricSpec, ...] = (
     _total("tiermem_misses", "Accesses that waited for flash.", _value(lambda s: s.misses)),
     _total("tiermem_creates", "Bundles created.", _value(lambda s: s.creates)),
     _total("tiermem_commits", "Commits of updated bundles.", _value(lambda s: s.commits)),
+    _total("tiermem_predictions", "Accesses by whether they had been predicted.", _predictions, "outcome"),
+    _total("tiermem_pushed_grants", "Grants sent ahead of demands, and those of them used.", _pushes, "outcome"),
     _total("tiermem_stall_seconds", "Seconds that demands waited.", _stalls, "cause"),
     _gauge("tiermem_leases", "Leases and grants held now.", _over_jobs("leases")),
     _gauge("tiermem_pinned_bytes", "Bytes that leases keep in DRAM.", _over_jobs("leased_bytes")),
@@ -143,6 +158,7 @@ TABLE: tuple[MetricSpec, ...] = (
     _gauge("tiermem_job_waiting_demands", "Demands of a live job that wait now.", _job("waiting"), "job"),
     # What went wrong.
     _total("tiermem_errors", "Typed errors given to clients.", lambda s: _with_zeros(Code, s.errors.items()), "code"),
+    _total("tiermem_client_notices", "Fallbacks and inexact ways that trainers have reported.", _notices, "kind"),
     _total("tiermem_io_errors", "Reads and writes that the operating system refused.", _io_errors, "errno"),
     _total(
         "tiermem_checksum_failures",

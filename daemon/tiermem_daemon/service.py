@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from tiermem import __version__
-from tiermem.errors import AccessDenied, InvalidArgument, ProtocolError, TiermemError
+from tiermem.errors import AccessDenied, InvalidArgument, NotFound, ProtocolError, TiermemError
 from tiermem.job_store import JobStore
 from tiermem.rpc import codec
 from tiermem.rpc.status import status_for
@@ -23,14 +24,17 @@ from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
 from tiermem.stats import StoreStats
 from tiermem.store import TensorStore
+from tiermem.trace import ProcessTrace, Recording
 from tiermem_daemon import sessions
 from tiermem_daemon.file_receiver import FileReceiver
 from tiermem_daemon.listener import Peer, ProcessWatch, SideSocket
+from tiermem_daemon.trace_requests import process_trace
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 _log = logging.getLogger("tiermem.service")
+_TRAINER_ANSWERS_S = 5.0
 
 
 class TierMemService(pb_grpc.TierMemServicer):
@@ -57,6 +61,32 @@ class TierMemService(pb_grpc.TierMemServicer):
         if request.job and all(job.job != request.job for job in stats.jobs):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"NOT_FOUND: no job {request.job[:200]!r} is running here")
         return pb.GetStatusResponse(stats_json=_to_json(stats, request.job))
+
+    async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.GetTraceResponse:
+        try:
+            seconds = codec.trace_seconds(request.seconds, "seconds")
+            session = self._session_of(request.job)
+        except TiermemError as error:
+            await context.abort(*status_for(error))
+        processes = []
+        if not request.daemon_only:
+            left_s = context.time_remaining()  # a part of the caller's patience, so that it hears that there is none
+            timeout_s = _TRAINER_ANSWERS_S if left_s is None else min(_TRAINER_ANSWERS_S, left_s / 2)
+            processes.append(await session.traces.ask(seconds, timeout_s))
+        now_s = time.monotonic()
+        mine = session.job.trace.since(now_s - seconds)
+        processes.append(process_trace("tiermemd", os.getpid(), mine))
+        return await asyncio.to_thread(_trace_response, session.job.job, now_s, processes)
+
+    def _session_of(self, job: str) -> sessions.Session:
+        """Raises NotFound; InvalidArgument where no name is given and several jobs run."""
+        found = [session for session in self._sessions if job in ("", session.job.job)]
+        if not found:
+            raise NotFound(f"no job {job[:200]!r} is running here" if job else "no job is running here")
+        if len(found) > 1:
+            names = ", ".join(sorted(session.job.job for session in found)[:10])
+            raise InvalidArgument(f"{len(found)} jobs are running here; name one of them: {names}")
+        return found[0]
 
     async def Session(
         self,
@@ -178,6 +208,14 @@ class TierMemService(pb_grpc.TierMemServicer):
 
 def _watched(session: sessions.Session) -> None:
     session.end("died")
+
+
+def _trace_response(job: str, now_s: float, processes: list[ProcessTrace]) -> pb.GetTraceResponse:
+    rows = [
+        pb.TracedProcess(name=p.name, pid=p.pid, spans=codec.encode_spans(Recording(p.spans)), notes=p.notes)
+        for p in processes
+    ]
+    return pb.GetTraceResponse(job=job, now_s=now_s, processes=rows)
 
 
 def _to_json(stats: StoreStats, job: str) -> bytes:

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from tiermem.bundle import BundleSpec
 from tiermem.errors import InvalidArgument, ProtocolError, ResourceExhausted, TiermemError
+from tiermem.grants.messages import ClientBody
 from tiermem.job_store import JobStore
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.store import TensorStore
+from tiermem_daemon.trace_requests import TraceRequests
 
 _log = logging.getLogger("tiermem.sessions")
 
@@ -31,6 +33,7 @@ class Session:
         self._ready = asyncio.Event()
         self._direct: list[pb.DaemonMessage] = []
         self._ending: asyncio.Task[None] | None = None
+        self.traces = TraceRequests(job.pid, self._say)
         job.wake = self._wake_from_any_thread
 
     def opened(self, version: str) -> None:
@@ -60,6 +63,12 @@ class Session:
                 self._admit(message.admit)
             case "adopt":
                 self._adopt(message.adopt)
+            case "notice":
+                self._note(message.notice)
+            case "trace":
+                self.traces.told(message.trace)
+            case "batch":
+                self._handle_batch(codec.messages_of(message.batch))
             case "close":
                 return False
             case "open" | None:
@@ -67,6 +76,20 @@ class Session:
             case _:
                 self.job.receive(codec.decode_client(message))
         return True
+
+    def _handle_batch(self, messages: Sequence[pb.ClientMessage]) -> None:
+        """Neighbours of the grant protocol are acted on together, which serves who waits once."""
+        together: list[ClientBody] = []
+        for message in messages:
+            if message.WhichOneof("body") in codec.GRANT_BODIES:
+                together.append(codec.decode_client(message))
+                continue
+            if together:
+                self.job.receive(*together)
+                together = []
+            self.handle(message)
+        if together:
+            self.job.receive(*together)
 
     def _admit(self, admit: pb.Admit) -> None:
         name, floor_specs = codec.decode_admit(admit)
@@ -90,6 +113,11 @@ class Session:
         else:
             self._say(pb.DaemonMessage(adopted=pb.Adopted(spec_id=adoption.spec_id, bundle=bundle)))
 
+    def _note(self, message: pb.Notice) -> None:
+        notice = codec.decode_notice(message)
+        self.job.note(notice)
+        _log.warning("job %r: %s (%d): %r", self.job.job, notice.kind, notice.count, notice.text)
+
     async def messages(self) -> AsyncIterator[pb.DaemonMessage]:
         """Everything to send, until the session has ended; a sign of life where there is nothing else for a while."""
         while True:
@@ -100,16 +128,24 @@ class Session:
                     yield pb.DaemonMessage(alive=pb.Alive())
                     continue
             self._ready.clear()
-            while self._direct:
-                yield self._direct.pop(0)
-            while self.job.outbox:
-                yield codec.encode_daemon(self.job.outbox.popleft())
+            while batch := self._waiting():
+                yield batch[0] if len(batch) == 1 else pb.DaemonMessage(batch=pb.DaemonBatch(messages=batch))
             if self._ending is not None and self._ending.done() and not self._direct and not self.job.outbox:
                 return
+
+    def _waiting(self) -> list[pb.DaemonMessage]:
+        """What is to be sent now, in order."""
+        batch: list[pb.DaemonMessage] = []
+        while self._direct and len(batch) < codec.MAX_BATCH:
+            batch.append(self._direct.pop(0))
+        while self.job.outbox and len(batch) < codec.MAX_BATCH:
+            batch.append(codec.encode_daemon(self.job.outbox.popleft()))
+        return batch
 
     def end(self, reason: str) -> asyncio.Task[None]:
         """Start freeing what the session had, once; the first reason counts."""
         if self._ending is None:
+            self.traces.close()
             self._ending = asyncio.create_task(self._end(reason))
         return self._ending
 

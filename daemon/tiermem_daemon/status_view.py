@@ -62,6 +62,10 @@ def show(stats: StoreStats, stream: TextIO) -> None:
     console.print(_directories(stats))
     if stats.jobs:
         console.print(_jobs(stats.jobs))
+        for job in stats.jobs:
+            if job.notices:
+                told = ", ".join(f"{kind} {count}" for kind, count in sorted(job.notices.items()))
+                console.print(f"job {job.job} reports: {told}", markup=False)
     else:
         console.print("no job is running")
     if troubles := {code: count for code, count in stats.errors.items() if count}:

@@ -3,7 +3,7 @@ compiled more often.
 
 inductor fuses across whatever it gets as one graph, and rounds accordingly. Compiled per block it gets the same graphs
 as without tiermem. A model compiled whole is cut at its units, so kernels are not fused across two of them, and with
-inductor that case is compared with a tolerance.
+inductor that case is compared with a tolerance, and bit for bit with a plain run that is cut at the same places.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiermem
-from tests.integration.scripts import VOCAB, BlockModel, NoLists, batches, default_loss
-from tests.integration.served import Attach, Served, not_attached, served_in, weights
+from tests.integration.daemon_process import within
+from tests.integration.scripts import VOCAB, BlockModel, NoLists, batches, default_loss, differences
+from tests.integration.served import Attach, Attached, NotAttached, Served, not_attached, served_in, weights
+from tiermem.notices import NoticeKind
+from tiermem_client.units import discover_units
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own use of torch.jit
@@ -238,6 +241,65 @@ def compile_in_this_thread() -> Iterator[None]:
         yield
 
 
+ACROSS = "a region compiled with"
+
+
+def passing(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A backend that nobody knows."""
+    return graph.forward
+
+
+def around(model: nn.Module, **options: Any) -> Any:
+    def run(tokens: torch.Tensor) -> Any:
+        return model(tokens)
+
+    return torch.compile(run, **options)
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "told"),
+    [
+        ("whole", {"backend": passing}, 1), ("whole in place", {"backend": passing}, 1),
+        ("a function", {"backend": passing}, 1), ("blocks in place", {"backend": passing}, 0),
+        ("blocks replaced", {"backend": passing}, 0), ("whole", {"backend": "eager"}, 0),
+        ("whole", {"backend": "aot_eager"}, 0),
+    ],
+)  # fmt: skip
+def test_what_is_cut_at_units_is_told_once(
+    how: str, options: dict[str, Any], told: int, served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = BlockModel(blocks=2)
+    with served.with_options(spills=False) as other, caplog.at_level("WARNING", "tiermem"):
+        job: Any = other.attach(model)
+        run: Any = around(model, **options) if how == "a function" else HOWS[how](model, **options)
+        data, before = batches(1), served.daemon.stats().notices[NoticeKind.COMPILED_ACROSS_UNITS]
+        for _ in range(2):
+            default_loss(run, next(data)).backward()
+        assert [ACROSS in text for text in job.stats().inexact] == [True] * told
+        assert job.stats().fallbacks == ()
+
+        def counted() -> str:
+            count = served.daemon.stats().notices[NoticeKind.COMPILED_ACROSS_UNITS] - before
+            return "" if count == told else f"{count} notices"
+
+        within(2, counted)
+    assert sum(ACROSS in record.getMessage() for record in caplog.records) == told
+
+
+def cut_at_units(model: Any, optimizer: Any = None) -> Attached:
+    """Not attached, with a hook at the border of every unit that dynamo does not trace."""
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def nothing() -> None:
+        pass
+
+    for unit in discover_units(model):
+        for module in unit.modules:
+            module.register_forward_pre_hook(lambda module, args: nothing())
+            module.register_forward_hook(lambda module, args, output: nothing())
+    return NotAttached()
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 
 
@@ -250,9 +312,10 @@ def test_inductor_per_block(mode: str | None, served: Served, compile_in_this_th
 
 
 @needs_compiler
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_inductor_whole_up_to_fusion(served: Served, compile_in_this_thread: None) -> None:
     plain = script(not_attached, whole)
     managed = script(served.attach, whole)
+    assert differences(script(cut_at_units, whole), managed) == [], "cut at the same places it is equal bit for bit"
     for ours, theirs in zip(managed[0], plain[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)

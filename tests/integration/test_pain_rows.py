@@ -17,8 +17,12 @@ import contextlib
 import copy
 import io
 import itertools
+import json
 import math
 import pickle
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,7 @@ import torch
 from torch import nn
 
 import tiermem
-from tests.integration.daemon_process import within
+from tests.integration.daemon_process import REPOSITORY, environment, within
 from tests.integration.scripts import VOCAB, BlockModel, batches, default_loss, differences
 from tests.integration.served import Attach, Served, served_in, train, weights
 
@@ -143,6 +147,101 @@ def test_row_19_what_is_said_to_be_on_disk_was_written_and_read(served: Served, 
     now_read, now_written = served.daemon.disk_bytes()
     assert now_read - read >= 0.9 * links["flash_to_dram"].bytes
     assert now_written - written >= 0.9 * links["dram_to_flash"].bytes
+
+
+TWO_TRAINERS = """
+    import json, os, re, sys
+    import safetensors.torch, torch
+    import tiermem
+    from tests.integration.scripts import BlockModel, batches
+    from tests.integration.served import train, weights
+
+    path, name, endpoint = sys.argv[1:]
+    torch.manual_seed(0)
+    opened = []
+    sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" and args[0] == path else None)
+
+    def private_dirty_bytes():
+        whole = open("/proc/self/smaps").read()
+        of_file = [part for part in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", whole) if path in part.split("\\n")[0]]
+        return sum(1024 * int(re.search(r"Anonymous: +(\\d+)", part)[1]) for part in of_file)
+
+    model = BlockModel(128, 8)
+    model.load_state_dict(safetensors.torch.load_file(path), assign=True)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(key.startswith("head."))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    of_base = private_dirty_bytes()
+    loads = len(opened)
+    job = None if endpoint == "plain" else tiermem.attach(model, optimizer, dram="1MiB", endpoint=endpoint, job=name)
+    attached = opened[loads:]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    losses = [loss.item() for loss in train(model, optimizer, batches(int(name[-1])))]
+    seen = {"losses": losses, "frozen": frozen, "anonymous": of_base, "opened": len(attached)}
+    if job is not None:
+        stats = job.stats()
+        seen |= {"adopted": stats.adopted_file_bytes, "fallbacks": stats.fallbacks}
+        seen |= {"mapped": path in open("/proc/self/maps").read()}
+        seen |= {"links": {key: link.bytes for key, link in stats.links.items()}, "kinds": stats.bytes_by_kind}
+        job.detach()
+    seen["sums"] = [float(t.double().sum()) for t in weights(model).values()]
+    print("result " + json.dumps(seen), flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_row_24_two_trainers_of_one_frozen_base(served: Served, tmp_path: Path) -> None:
+    """Each of them once loaded a copy of its own, on disk and in memory. Here the base is written by neither, anonymous
+    in neither, read by the daemon from the one file; each job has its own DRAM
+    for what it uses at the moment (at most its arena).
+    """
+    torch.manual_seed(0)
+    path = tmp_path / "base.safetensors"
+    safetensors.torch.save_file(BlockModel(128, 8).state_dict(), path)
+    before = path.read_bytes()
+
+    def run(*endpoints: str) -> list[dict[str, Any]]:
+        """All at once: each waits with its job attached until the others are."""
+        with contextlib.ExitStack() as stack:
+            processes = []
+            for number, endpoint in enumerate(endpoints, 1):
+                arguments = [sys.executable, "-c", textwrap.dedent(TWO_TRAINERS), str(path), f"rank-{number}", endpoint]
+                processes.append(
+                    stack.enter_context(
+                        subprocess.Popen(
+                            arguments, cwd=REPOSITORY, env=environment(),
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                        )
+                    )
+                )  # fmt: skip
+                stack.callback(processes[-1].kill)
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+            if "plain" not in endpoints:
+                open_by_daemon = [name for name in served.daemon.files() if "base.safetensors" in name]
+                assert len(open_by_daemon) == len(endpoints), "one descriptor of the one file for each job"
+            answers = [process.communicate("go\n", timeout=100)[0] for process in processes]
+            return [json.loads(answer.removeprefix("result ")) for answer in answers]
+
+    written = served.daemon.stats().directories[0].written_bytes
+    managed, plain = run(*[served.daemon.endpoint] * 2), run("plain", "plain")
+    for ours, theirs in zip(managed, plain, strict=True):
+        assert (ours["losses"], ours["sums"]) == (theirs["losses"], theirs["sums"])
+        assert ours["adopted"] == ours["frozen"] > 3 << 20
+        assert ours["fallbacks"] == []
+        assert ours["anonymous"] == 0
+        assert not ours["mapped"], "its own mapping of the base is kept beside the arena"
+        assert ours["opened"] == 1, "opened for the daemon, and compared and hashed in the same pass"
+        assert ours["links"]["flash_to_dram"] > ours["adopted"]
+    trained = [sum(ours["kinds"].values()) - ours["kinds"]["param"] for ours in managed]
+    frame = 8192
+    together = served.daemon.stats().directories[0].written_bytes - written
+    assert together <= sum(5 * (2 * size + 8 * frame) for size in trained), "more than the trained part was written"
+    assert together < sum(ours["adopted"] for ours in managed) / 2
+    assert path.read_bytes() == before
 
 
 def test_row_26_every_weight_is_updated(attach: Callable[..., tiermem.Job]) -> None:

@@ -8,6 +8,7 @@ import os
 import queue
 import secrets
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,10 +20,13 @@ from tests.integration.daemon_process import Daemon, serve, within
 from tiermem.bundle import Kind, Mode
 from tiermem.errors import Code
 from tiermem.grants.ledger import MAX_LANES, MAX_SPECS
+from tiermem.notices import MAX_COUNT, MAX_NOTICES, MAX_TEXT
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
+from tiermem.trace import CAPACITY
 from tiermem_client.side_channel import SideChannel
+from tiermem_daemon.trace_requests import MAX_UNANSWERED
 
 _CALL_TIMEOUT_S = 15.0
 _FULL = (1 << 64) - 1
@@ -41,6 +45,8 @@ class Raw:
         self._out: queue.SimpleQueue[pb.ClientMessage | None] = queue.SimpleQueue()
         self.stub = pb_grpc.TierMemStub(self._channel)  # type: ignore[no-untyped-call]
         self._stream = self.stub.Session(iter(self._out.get, None), timeout=_CALL_TIMEOUT_S)
+        self._waiting: list[pb.DaemonMessage] = []
+        self.calls: list[object] = []  # a call that nobody has is cancelled
         self.spec, self.bundle, self.serial, self._epoch = 1, 0, 0, 0
         if opens:
             self.send(open=self.hello(job))
@@ -54,11 +60,13 @@ class Raw:
         self._out.put(pb.ClientMessage(**body))  # type: ignore[arg-type]
 
     def next(self) -> pb.DaemonMessage:
-        """The next message that is not a sign of life."""
+        """The next message that is not a sign of life; those of a batch one by one."""
         while True:
+            if self._waiting:
+                return self._waiting.pop(0)
             message: pb.DaemonMessage = next(self._stream)
             if message.WhichOneof("body") != "alive":
-                return message
+                self._waiting += message.batch.messages or [message]
 
     def settled(self) -> Raw:
         """Declared, admitted, and with a committed bundle under lease."""
@@ -241,6 +249,32 @@ def _adopt_twice(raw: Raw) -> None:
     raw.send(adopt=pb.Adopt(spec_id=2, file=7, offsets=bytes(8), digests=bytes(8)))
 
 
+def _notice(raw: Raw, **fields: object) -> None:
+    raw.send(notice=pb.Notice(**{"kind": 1, "count": 1, **fields}))  # type: ignore[arg-type]
+
+
+def _asked(raw: Raw) -> int:
+    """Somebody wants a trace: the number of the question."""
+    raw.calls.append(raw.stub.GetTrace.future(pb.GetTraceRequest(job="raw", seconds=1), timeout=_CALL_TIMEOUT_S))
+    return raw.next().ask_trace.id
+
+
+def _trace(raw: Raw, **fields: object) -> None:
+    given = {"id": _asked(raw), "now_s": time.monotonic(), **fields}
+    raw.send(trace=pb.Trace(**given))  # type: ignore[arg-type]
+
+
+def _trace_twice(raw: Raw) -> None:
+    number = _asked(raw)
+    for _ in range(2):
+        raw.send(trace=pb.Trace(id=number, now_s=1))
+
+
+def _too_many_notices(raw: Raw) -> None:
+    for _ in range(MAX_NOTICES + 1):
+        _notice(raw)
+
+
 BREAKS: dict[str, Callable[[Raw], None]] = {
     "spec of negative size": lambda r: r.declare(spec_id=2, nbytes=-1),
     "spec of size zero": lambda r: r.declare(spec_id=2, nbytes=0),
@@ -320,6 +354,24 @@ BREAKS: dict[str, Callable[[Raw], None]] = {
     "adoption with too many digests": lambda r: _adopt(r, digests=16),
     "adoption with digests of odd length": lambda r: _adopt(r, digests=3),
     "adoption twice": _adopt_twice,
+    "notice of kind zero": lambda r: _notice(r, kind=0),
+    "notice of unknown kind": lambda r: _notice(r, kind=99),
+    "notice of negative kind": lambda r: _notice(r, kind=-1),
+    "notice counted zero times": lambda r: _notice(r, count=0),
+    "notice counted 2^32-1 times": lambda r: _notice(r, count=(1 << 32) - 1),
+    "notice counted too often": lambda r: _notice(r, count=MAX_COUNT + 1),
+    "notice with an enormous text": lambda r: _notice(r, text=_LONG),
+    "notice with a text above the limit": lambda r: _notice(r, text="x" * (MAX_TEXT + 1)),
+    "too many notices": _too_many_notices,
+    "trace that nobody asked for": lambda r: r.send(trace=pb.Trace(id=1)),
+    "trace of another number": lambda r: _trace(r, id=_FULL),
+    "trace twice": _trace_twice,
+    "trace at no time": lambda r: _trace(r, now_s=float("nan")),
+    "trace with rows of odd length": lambda r: _trace(r, spans=pb.Spans(texts=["a"], rows=bytes(61))),
+    "trace with too many rows": lambda r: _trace(r, spans=pb.Spans(texts=["a"], rows=bytes(60 * (CAPACITY + 1)))),
+    "trace without the texts that it numbers": lambda r: _trace(r, spans=pb.Spans(rows=bytes(60))),
+    "trace with more texts than rows": lambda r: _trace(r, spans=pb.Spans(texts=["a"])),
+    "trace with an enormous text": lambda r: _trace(r, spans=pb.Spans(texts=[_LONG], rows=bytes(60))),
     "open twice": lambda r: r.send(open=r.hello()),
     "a message without a body": lambda r: r.send(),
 }
@@ -503,6 +555,56 @@ def test_status_of_a_job_that_does_not_run_is_not_found(daemon: Daemon, bystande
             bystander.stub.GetStatus(pb.GetStatusRequest(job=job), timeout=5)
         assert isinstance(caught.value, grpc.Call)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_trace_that_cannot_be_had_is_refused(daemon: Daemon, bystander: Raw) -> None:
+    invalid, not_found = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+    asks = [
+        *((pb.GetTraceRequest(job=job), not_found) for job in ("nobody", _LONG, "\N{GRINNING FACE}" * 4096)),
+        *((pb.GetTraceRequest(job="bystander", seconds=s), invalid) for s in (-1.0, 86401.0, float("nan"), 1e308)),
+    ]
+    with raw_session(daemon):
+        for ask, code in [*asks, (pb.GetTraceRequest(), invalid)]:  # two jobs run
+            with pytest.raises(grpc.RpcError) as caught:
+                bystander.stub.GetTrace(ask, timeout=5)
+            assert isinstance(caught.value, grpc.Call)
+            assert caught.value.code() == code
+    healthy(daemon)
+
+
+def test_a_trainer_that_does_not_answer_is_left_out_of_the_trace(daemon: Daemon, bystander: Raw) -> None:
+    """It is waited for half as long as the caller waits. Answers that come late do no harm, and it is not asked without
+    end.
+    """
+    with raw_session(daemon) as raw:
+        raw.settled()
+        ask = pb.GetTraceRequest(job="raw", seconds=60)
+        calls = [raw.stub.GetTrace.future(ask, timeout=3) for _ in range(MAX_UNANSWERED + 1)]
+        notes = []
+        for call in calls:
+            trainer, mine = call.result().processes
+            assert (trainer.spans.rows, mine.spans.complete) == (b"", True)
+            assert codec.decode_spans(mine.spans).spans, "the demand of `settled`"
+            notes += trainer.notes
+        assert sum("has not answered within 1." in note for note in notes) == MAX_UNANSWERED
+        assert sum(f"owes the answers to {MAX_UNANSWERED}" in note for note in notes) == 1
+        for _ in range(MAX_UNANSWERED):
+            raw.send(trace=pb.Trace(id=raw.next().ask_trace.id, now_s=1))
+        raw.demand(raw.bundle, Mode.READ, held=codec.pack_u64([raw.serial]))
+        assert raw.next().grant.bundle == raw.bundle
+        call = raw.stub.GetTrace.future(ask, timeout=_CALL_TIMEOUT_S)
+        raw.send(trace=pb.Trace(id=raw.next().ask_trace.id, now_s=1))
+        assert "its clock differs from the daemon's by -" in call.result().processes[0].notes[0]
+    healthy(daemon)
+
+
+def test_a_session_that_ends_answers_who_asked_for_its_trace(daemon: Daemon, bystander: Raw) -> None:
+    with raw_session(daemon) as raw:
+        call = raw.stub.GetTrace.future(pb.GetTraceRequest(job="raw", seconds=1), timeout=_CALL_TIMEOUT_S)
+        assert raw.next().ask_trace.id
+        raw.send(close=pb.Close())
+        assert "has ended" in call.result().processes[0].notes[0]
+    healthy(daemon)
 
 
 def test_declarations_are_bounded_over_all_messages(daemon: Daemon, bystander: Raw) -> None:

@@ -10,7 +10,22 @@ from hypothesis import strategies as st
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.errors import Code, ProtocolError, TiermemError, error_for
 from tiermem.file_pieces import Adoption
-from tiermem.grants.messages import Commit, DaemonBody, Demand, Discard, Done, Grant, Refuse
+from tiermem.grants.messages import (
+    Accessed,
+    ClientBody,
+    Commit,
+    DaemonBody,
+    Demand,
+    Discard,
+    Done,
+    Grant,
+    Refuse,
+    Surrender,
+    Used,
+    Void,
+)
+from tiermem.notices import MAX_COUNT, MAX_TEXT, Notice, NoticeKind
+from tiermem.plan import Access, Phase
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 
@@ -29,7 +44,9 @@ commits = st.builds(
 )
 discards = st.builds(Discard, st.lists(u64, max_size=20).map(tuple))
 runs = st.integers(0, FRAMES - 1).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, FRAMES - at)))
-grants = st.builds(Grant, u64, names, u64, u64, modes, u64, st.lists(runs, max_size=20).map(tuple), u64)
+grants = st.builds(
+    Grant, u64, names, u64, st.integers(0, 2**32 - 1), u64, modes, u64, st.lists(runs, max_size=20).map(tuple), u64
+)
 refusals = st.builds(Refuse, names, u64, st.sampled_from(Code), st.text(max_size=50))
 
 
@@ -50,17 +67,24 @@ def specs(draw: st.DrawFn, number: int = 0) -> BundleSpec:
     return BundleSpec(draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from(Kind)), draw(names), nbytes, tuple(tensors))
 
 
-@given(demands | commits | discards | st.builds(Done, u64))
-def test_what_a_client_says_arrives(message: Demand | Commit | Discard | Done) -> None:
+voids = st.builds(Void, names, u64, st.frozensets(u64, max_size=9))
+uses = st.builds(Used, st.lists(u64, max_size=9).map(tuple))
+accesses = st.builds(Accessed, names, st.builds(Access, names, st.sampled_from(Phase), st.booleans()))
+
+
+@given(demands | commits | discards | voids | uses | accesses | st.builds(Done, u64))
+def test_what_a_client_says_arrives(message: ClientBody) -> None:
     assert codec.decode_client(wire(codec.encode_client(message))) == message
 
 
-@given(grants | refusals)
+@given(grants | refusals | st.builds(Surrender, names))
 def test_what_a_daemon_says_arrives(message: DaemonBody) -> None:
     sent = wire(codec.encode_daemon(message))
     received: DaemonBody
     if sent.WhichOneof("body") == "grant":
         received = codec.decode_grant(sent.grant, FRAMES)
+    elif sent.WhichOneof("body") == "surrender":
+        received = Surrender(sent.surrender.lane)
     else:
         received = codec.decode_refuse(sent.refuse)
     assert received == message
@@ -84,6 +108,40 @@ adoptions = st.builds(
 @given(adoptions)
 def test_an_adoption_arrives(adoption: Adoption) -> None:
     assert codec.decode_adopt(wire(codec.encode_adopt(adoption)).adopt) == adoption
+
+
+notices = st.builds(Notice, st.sampled_from(NoticeKind), st.text(max_size=MAX_TEXT), st.integers(1, MAX_COUNT))
+
+
+@given(notices)
+def test_a_notice_arrives(notice: Notice) -> None:
+    assert codec.decode_notice(wire(codec.encode_notice(notice)).notice) == notice
+
+
+def test_a_text_that_is_too_long_is_cut_by_who_sends_it() -> None:
+    sent = codec.encode_notice(Notice(NoticeKind.FILE_REFUSED, "x" * (MAX_TEXT + 1)))
+    assert codec.decode_notice(sent.notice).text == "x" * MAX_TEXT
+
+
+def test_kinds_of_notices_are_those_of_the_protocol() -> None:
+    assert {f"NOTICE_KIND_{kind.name}" for kind in NoticeKind} == {*pb.NoticeKind.keys()} - {"NOTICE_KIND_UNSPECIFIED"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"kind": 0}, "notice.kind is 0"),
+        ({"kind": 99}, "notice.kind is 99"),
+        ({"kind": -1}, "notice.kind is -1"),
+        ({"count": 0}, "notice.count is 0"),
+        ({"count": MAX_COUNT + 1}, f"notice.count is {MAX_COUNT + 1}, outside 1 .. {MAX_COUNT}"),
+        ({"text": "x" * (MAX_TEXT + 1)}, f"notice.text: characters is {MAX_TEXT + 1}"),
+    ],
+    ids=str,
+)
+def test_absurd_notices_are_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        codec.decode_notice(wire(pb.Notice(**({"kind": 1, "count": 1} | fields))))
 
 
 def test_numbers_are_packed_little_endian() -> None:
@@ -200,7 +258,7 @@ def test_an_admission_arrives_or_is_refused() -> None:
     ("first", "count"), [(FRAMES, 1), (0, FRAMES + 1), (FRAMES - 1, 2), (3, 0), (2**32 - 1, 2**32 - 1)]
 )
 def test_frames_outside_the_arena_are_refused(first: int, count: int) -> None:
-    sent = codec.encode_daemon(Grant(8, "main", 1, 5, Mode.READ, 1, ((0, 1), (first, count)), 1))
+    sent = codec.encode_daemon(Grant(8, "main", 1, 2, 5, Mode.READ, 1, ((0, 1), (first, count)), 1))
     with pytest.raises(ProtocolError, match=f"grant 8 names frames {first} "):
         codec.decode_grant(sent.grant, FRAMES)
 

@@ -4,10 +4,12 @@ import pytest
 
 from tiermem.bundle import Mode
 from tiermem.errors import Code, DaemonUnavailable, DataLoss, ProtocolError
-from tiermem.grants.messages import Commit, Demand, Discard, Done, Grant, Refuse
+from tiermem.grants.messages import Accessed, Commit, Demand, Discard, Done, Grant, Refuse, Surrender, Used, Void
 from tiermem.grants.table import GrantTable, Lease
+from tiermem.plan import Access, Phase
 
 READ, UPDATE, CREATE, CONSUME = Mode.READ, Mode.UPDATE, Mode.CREATE, Mode.CONSUME
+SPEC = 50  # the form of every bundle here
 
 
 @pytest.fixture
@@ -16,11 +18,15 @@ def table() -> GrantTable:
 
 
 def grant(serial: int, answers: int, bundle: int = 1, mode: Mode = READ, lane: str = "main", version: int = 3) -> Grant:
-    return Grant(serial, lane, answers, bundle, mode, version, ((0, 1),), answers)
+    return Grant(serial, lane, answers, SPEC, bundle, mode, version, ((0, 1),), answers)
+
+
+def push(serial: int, epoch: int, bundle: int = 1, mode: Mode = READ, lane: str = "main", version: int = 3) -> Grant:
+    return Grant(serial, lane, epoch, SPEC, bundle, mode, version, ((0, 1),), 0)
 
 
 def lease(table: GrantTable, serial: int, bundle: int = 1, mode: Mode = READ, lane: str = "main") -> Lease:
-    waiter = table.demand(lane, bundle, mode)
+    waiter = table.demand(lane, SPEC if mode == CREATE else bundle, mode)
     assert table.receive(grant(serial, waiter.demand.epoch, bundle, mode, lane)) is waiter
     table.outbox.clear()
     assert waiter.lease is not None
@@ -81,7 +87,7 @@ def test_a_refusal_ends_the_wait_with_the_daemons_error(table: GrantTable) -> No
 
 def test_answers_to_nothing_are_refused(table: GrantTable) -> None:
     lease(table, 7)
-    for answer in (grant(8, 1), grant(8, 2), grant(8, 0), Refuse("main", 1, Code.INTERNAL, ""), grant(8, 1, lane="?")):
+    for answer in (grant(8, 1), grant(8, 2), Refuse("main", 1, Code.INTERNAL, ""), grant(8, 1, lane="?")):
         with pytest.raises(ProtocolError, match="answers no open demand"):
             table.receive(answer)
     assert table.leases == 1
@@ -91,7 +97,7 @@ def test_answers_to_nothing_are_refused(table: GrantTable) -> None:
     ("wanted", "granted"), [(w, g) for w in Mode for g in Mode if not g.covers(w)], ids=lambda mode: mode.name
 )
 def test_a_grant_for_too_little_is_refused(table: GrantTable, wanted: Mode, granted: Mode) -> None:
-    waiter = table.demand("main", 1, wanted)
+    waiter = table.demand("main", SPEC if wanted == CREATE else 1, wanted)
     with pytest.raises(ProtocolError, match="does not cover"):
         table.receive(grant(1, 1, mode=granted))
     assert waiter.open
@@ -107,7 +113,7 @@ def test_a_grant_of_another_bundle_is_refused(table: GrantTable) -> None:
 
 
 def test_a_created_bundle_has_a_number_of_its_own(table: GrantTable) -> None:
-    waiter = table.demand("main", 3, CREATE)
+    waiter = table.demand("main", SPEC, CREATE)
     table.receive(grant(1, 1, bundle=444, mode=CREATE))
     assert waiter.lease is not None
     assert waiter.lease.grant.bundle == 444
@@ -170,3 +176,129 @@ def test_every_wait_ends_when_the_session_does(table: GrantTable) -> None:
     assert table.fail(error) == []
     with pytest.raises(ProtocolError):
         table.receive(grant(1, 1))
+
+
+# -- grants that were pushed ahead of their use
+
+
+@pytest.fixture
+def pushed(table: GrantTable) -> GrantTable:
+    """A table that has heard of bundle 1 (version 1), and whose lane is in epoch 0."""
+    table.adopted(1)
+    return table
+
+
+def test_a_pushed_grant_becomes_a_lease_without_a_demand(pushed: GrantTable) -> None:
+    assert pushed.receive(push(7, 0)) is None
+    assert pushed.leases == 0
+    taken = pushed.take("main", 1, READ)
+    assert taken == Lease(push(7, 0), READ)
+    assert list(pushed.outbox) == [Used((7,))]
+    assert pushed.take("main", 1, READ) is None, "it was used twice"
+    assert pushed.demand("main", 2, READ).demand.held == {7}
+
+
+def test_a_pushed_grant_serves_its_lane_bundle_and_mode_only(pushed: GrantTable) -> None:
+    pushed.receive(push(7, 0))
+    for lane, bundle, mode in (("worker", 1, READ), ("main", 2, READ), ("main", 1, UPDATE), ("main", SPEC, CREATE)):
+        assert pushed.take(lane, bundle, mode) is None
+    pushed.receive(push(8, 0, mode=UPDATE))
+    taken = pushed.take("main", 1, UPDATE)
+    assert taken is not None
+    assert taken.grant.serial == 8
+    assert pushed.counts.used == 1
+
+
+def test_a_pushed_blank_bundle_serves_a_create_of_its_form(pushed: GrantTable) -> None:
+    pushed.receive(push(7, 0, 444, CREATE, version=0))
+    assert pushed.take("main", 444, UPDATE) is None
+    assert pushed.take("main", 444, CREATE) is None, "that is a bundle, not a form"
+    taken = pushed.take("main", SPEC, CREATE)
+    assert taken is not None
+    assert taken.grant.bundle == 444
+    pushed.commit([(7, 1)])
+    pushed.receive(push(8, 0, 444, version=1))
+    assert pushed.take("main", 444, READ), "the bundle lives since it was created"
+
+
+def test_a_demand_ends_the_unused_grants_of_its_lane(pushed: GrantTable) -> None:
+    pushed.receive(push(7, 0))
+    pushed.receive(push(8, 0, lane="worker"))
+    pushed.demand("main", 2, READ)
+    assert pushed.take("main", 1, READ) is None
+    assert pushed.take("worker", 1, READ)
+    assert pushed.counts.voided == 1
+
+
+def test_a_grant_of_an_epoch_that_is_over_is_dropped(pushed: GrantTable) -> None:
+    pushed.demand("main", 2, READ)
+    pushed.receive(push(7, 0))
+    assert pushed.take("main", 1, READ) is None
+    pushed.receive(push(8, 1))
+    assert pushed.take("main", 1, READ)
+    assert (pushed.counts.received, pushed.counts.late) == (2, 1)
+
+
+def test_a_surrender_is_answered_by_who_receives_it(pushed: GrantTable) -> None:
+    lease(pushed, 20, 2)
+    pushed.receive(push(7, 1))
+    assert pushed.receive(Surrender("main")) is None
+    assert list(pushed.outbox) == [Void("main", 2, frozenset({20}))]
+    assert pushed.take("main", 1, READ) is None
+    assert pushed.leases == 1
+
+
+def test_a_surrender_leaves_open_demands_alone(pushed: GrantTable) -> None:
+    waiter = pushed.demand("main", 1, READ)
+    pushed.receive(Surrender("main"))
+    assert pushed.receive(grant(20, 1)) is waiter
+    assert waiter.lease is not None
+
+
+def test_unused_grants_end_with_their_bundle(pushed: GrantTable) -> None:
+    """Of any lane, and those that are on their way too."""
+    lease(pushed, 20, 2, CONSUME)
+    for serial, bundle, lane in ((7, 1, "main"), (8, 2, "worker")):
+        pushed.receive(push(serial, pushed.demand(lane, 9, READ).demand.epoch, bundle, lane=lane))
+    pushed.discard([1])
+    pushed.commit([], [20])
+    assert pushed.take("main", 1, READ) is None
+    assert pushed.take("worker", 2, READ) is None
+    pushed.receive(push(9, 2))
+    assert pushed.take("main", 1, READ) is None
+    assert (pushed.counts.voided, pushed.counts.late) == (2, 1)
+
+
+def test_a_lease_knows_the_newest_version_where_a_commit_has_overtaken_its_grant(pushed: GrantTable) -> None:
+    """The frames hold the newest bytes whatever the grant says, and the next commit must be newer than them."""
+    writing = lease(pushed, 20, 1, UPDATE)
+    pushed.receive(push(7, 1, 1, UPDATE, version=3))
+    pushed.commit([(20, writing.grant.version + 1)])
+    pushed.done(20)
+    taken = pushed.take("main", 1, UPDATE)
+    assert taken is not None
+    assert taken.grant.version == 4
+
+
+def test_absurd_pushes_are_refused(pushed: GrantTable) -> None:
+    for message, match in (
+        (push(7, 0, lane="?"), "unknown lane"),
+        (push(7, 1), "has not begun"),
+        (Surrender("?"), "unknown lane"),
+    ):
+        with pytest.raises(ProtocolError, match=match):
+            pushed.receive(message)
+    assert not pushed.outbox
+
+
+def test_an_access_is_said_in_order(pushed: GrantTable) -> None:
+    access = Access("layers.1", Phase.FORWARD)
+    pushed.accessed("main", access)
+    pushed.demand("main", 1, READ)
+    assert list(pushed.outbox) == [Accessed("main", access), Demand("main", 1, frozenset(), 1, READ)]
+
+
+def test_nothing_can_be_taken_when_the_session_is_over(pushed: GrantTable) -> None:
+    pushed.receive(push(7, 0))
+    pushed.fail(DaemonUnavailable("gone"))
+    assert pushed.take("main", 1, READ) is None

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tiermem import __version__
 from tiermem.errors import Code, ConfigError
+from tiermem.notices import NoticeKind
 from tiermem.stats import (
     DirectoryStats,
     EvictReason,
@@ -54,6 +55,7 @@ BUSY = StoreStats(
     commits=24,
     evictions={EvictReason.DEMAND: 25},
     stall_seconds={StallCause.LOAD: 2.5},
+    notices={NoticeKind.FILE_REFUSED: 26},
 )
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -107,6 +109,7 @@ def test_every_number_of_a_snapshot_arrives() -> None:
         (4, "tiermem_errors_total", {"code": "TIER_FULL"}),
         (4, "tiermem_io_errors_total", {"errno": "EIO"}),
         (2, "tiermem_io_errors_total", {"errno": "EROFS"}),
+        (26, "tiermem_client_notices_total", {"kind": "file_refused"}),
         (1, "tiermem_checksum_failures_total", {}),
         (600, "tiermem_flash_capacity_bytes", {"directory_index": "0"}),
         (200, "tiermem_flash_used_bytes", {"directory_index": "1"}),
@@ -124,6 +127,8 @@ def test_known_label_sets_are_there_at_zero_from_the_start() -> None:
         assert value(series, "tiermem_transfer_bytes_total", link=link) == 0
     for code in Code:
         assert value(series, "tiermem_errors_total", code=code) == 0
+    for kind in NoticeKind:
+        assert value(series, "tiermem_client_notices_total", kind=kind) == 0
     for cause in StallCause:
         assert value(series, "tiermem_stall_seconds_total", cause=cause) == 0
     for errno in ("EIO", "ENOSPC"):

@@ -15,7 +15,7 @@ from tiermem.clock import MonotonicClock
 from tiermem.digest import digest
 from tiermem.errors import DaemonUnavailable, InvalidArgument, ProtocolError, ResourceExhausted, TierIOError
 from tiermem.file_pieces import Adoption
-from tiermem.grants.messages import Commit, DaemonBody, Demand, Done, Grant
+from tiermem.grants.messages import Commit, DaemonBody, Demand, Done, Grant, Refuse
 from tiermem.job_store import JobStore
 from tiermem.mover import Mover
 from tiermem.stats import Link, StoreStats
@@ -279,7 +279,7 @@ def test_jobs_do_not_notice_each_others_faults(new_store: NewStore) -> None:
     for _ in range(8):
         broken.use(1, Mode.CREATE)
     refusal = broken.demand(1, Mode.CREATE)
-    assert not isinstance(refusal, Grant)
+    assert isinstance(refusal, Refuse)
     assert "EIO" in refusal.message
     assert store.snapshot().errors == {"IO_ERROR": 1}
     for _ in range(20):

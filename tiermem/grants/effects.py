@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tiermem.grants.messages import DaemonBody
@@ -20,14 +21,27 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill the bundle's frames from its flash copy, then report `loaded` or `load_failed`."""
+    """Fill the bundle's frames from its flash copy, then report `loaded` or `load_failed`. `due_s`: when it is needed,
+    on the clock of the forecast; -inf where somebody waits.
+    """
 
     bundle: int
+    due_s: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBack:
-    """Copy the bundle's frames to another flash extent, then report `written` or `write_failed`."""
+    """Copy the bundle's frames to another flash extent, then report `written` or `write_failed`. `due_s`: as
+    in Load, of what is to have the room.
+    """
+
+    bundle: int
+    due_s: float = -math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Expedite:
+    """Somebody waits for the transfer of this bundle that is under way."""
 
     bundle: int
 
@@ -39,4 +53,4 @@ class FreeFlash:
     bundle: int
 
 
-Effect = Send | Load | WriteBack | FreeFlash
+Effect = Send | Load | WriteBack | Expedite | FreeFlash

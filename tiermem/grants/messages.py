@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from tiermem.allocator import Run
 from tiermem.bundle import Mode
 from tiermem.errors import Code
+from tiermem.plan import Access
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Daemon to client: a reservation of `bundle`, whose bytes lie in `runs`. `answers`: the epoch of the demand it
-    answers, or 0.
+    """Daemon to client: a reservation of `bundle` (of form `spec`), whose bytes lie in `runs`.
+
+    `answers`: the epoch of the demand it answers, or 0 for a grant that was pushed ahead of one, which is void as soon
+    as the lane's epoch is newer than `epoch`.
     """
 
     serial: int
     lane: str
     epoch: int
+    spec: int
     bundle: int
     mode: Mode
     version: int
@@ -38,6 +42,13 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
+class Surrender:
+    """Daemon to client: give the lane's unused grants back; the answer is Void."""
+
+    lane: str
+
+
+@dataclass(frozen=True, slots=True)
 class Demand:
     """Client to daemon: what was not granted in time. `held`: serials of every lease of the lane; the lane's other pins
     are void.
@@ -50,6 +61,30 @@ class Demand:
     held: frozenset[int]
     target: int
     mode: Mode
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Client to daemon: the lane's unused grants are void; `held` are the serials of its leases."""
+
+    lane: str
+    epoch: int
+    held: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """Client to daemon: pushed grants that became leases. A hint: safety never needs it."""
+
+    serials: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accessed:
+    """Client to daemon: what the lane does next, before the demands and uses that belong to it. A hint."""
+
+    lane: str
+    access: Access
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +111,5 @@ class Discard:
     bundles: tuple[int, ...]
 
 
-ClientBody = Demand | Commit | Done | Discard
-DaemonBody = Grant | Refuse
+ClientBody = Demand | Void | Used | Accessed | Commit | Done | Discard
+DaemonBody = Grant | Refuse | Surrender

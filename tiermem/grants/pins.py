@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tiermem.bundle import Mode
@@ -13,21 +13,33 @@ from tiermem.stats import StallCause
 
 @dataclass(slots=True)
 class Pin:
-    """From the sending of a grant until done, consume or exit: the bundle's frames do not move."""
+    """From the sending of a grant until done, void, consume or exit: the bundle's frames do not move.
+
+    `pushed`: it answers no demand, and the client has not said that it uses it. Only such a pin can be void.
+    """
 
     lane: str
     bundle: int
     mode: Mode
+    pushed: bool = False
 
 
 @dataclass(slots=True)
 class Lane:
-    """One access stream. `budget` frames are its own; `epoch` is the client's newest."""
+    """One access stream. `budget_frames` are its own; `epoch` is the client's newest. `target_frames`: what the budget
+    is to become as soon as the lane's pins allow it.
+    """
 
     name: str
     budget_frames: int
     floor_frames: int
     epoch: int = 0
+    target_frames: int | None = None
+
+    @property
+    def room_frames(self) -> int:
+        """How much may be pinned by grants that nobody waits for."""
+        return self.budget_frames if self.target_frames is None else min(self.budget_frames, self.target_frames)
 
 
 @dataclass(slots=True)
@@ -60,6 +72,12 @@ class Pins:
         """Bundles that may not be evicted: leased or asked for."""
         return self.leased() | {d.bundle for d in self.open}
 
+    def may_be_written(self, bundle: int) -> bool:
+        """Whether somebody has, or waits for, the right to write it."""
+        return any(p.bundle == bundle and p.mode.writes for p in self.granted.values()) or any(
+            d.bundle == bundle and d.demand.mode.writes for d in self.open
+        )
+
     def grant(self, serial: int, bundle: int | None = None) -> Pin:
         """Raises ProtocolError for a serial that is not out, or is another bundle's."""
         pin = self.granted.get(serial)
@@ -69,12 +87,26 @@ class Pins:
             )
         return pin
 
-    def check_held(self, demand: Demand) -> None:
-        """Raises ProtocolError unless `held` names grants of the demand's lane."""
-        for serial in demand.held:
+    def unused(self, lane: str) -> dict[int, Mode]:
+        """The strongest mode in which each bundle is granted to the lane ahead of use."""
+        found: dict[int, Mode] = {}
+        for pin in self.granted.values():
+            if pin.pushed and pin.lane == lane and not found.get(pin.bundle, Mode.READ).writes:
+                found[pin.bundle] = pin.mode
+        return found
+
+    def void(self, lane: str, held: Collection[int]) -> list[int]:
+        """Serials of the lane's pushed grants that are void now, as the client holds only `held`."""
+        for serial in held:
+            self.granted[serial].pushed = False
+        return [serial for serial, pin in self.granted.items() if pin.pushed and pin.lane == lane]
+
+    def check_held(self, lane: str, held: Iterable[int]) -> None:
+        """Raises ProtocolError unless `held` names grants of the lane."""
+        for serial in held:
             pin = self.grant(serial)
-            if pin.lane != demand.lane:
-                raise ProtocolError(f"lane {demand.lane!r} claims to hold grant {serial} of lane {pin.lane!r}")
+            if pin.lane != lane:
+                raise ProtocolError(f"lane {lane!r} claims to hold grant {serial} of lane {pin.lane!r}")
 
     def check_commit(self, commit: Commit) -> None:
         """Raises ProtocolError unless updated bundles are under writable grants, consumed ones under no other grant."""
@@ -86,17 +118,21 @@ class Pins:
                 raise ProtocolError(f"commit of bundle {bundle} under grant {serial}, which is for {mode.name}")
         for serial, bundle in commit.consumed:
             self.grant(serial, bundle)
-            if self._in_use(bundle, but=serial):
+            if self._leased(bundle, but=serial):
                 raise ProtocolError(f"consumed bundle {bundle} is leased elsewhere")
 
     def check_discard(self, bundles: Iterable[int]) -> None:
         """Raises ProtocolError unless nobody uses the bundles."""
         for bundle in _check_distinct(bundles, "discard names"):
-            if self._in_use(bundle):
+            if self._leased(bundle):
                 raise ProtocolError(f"discard of bundle {bundle}, which is leased or asked for")
 
-    def _in_use(self, bundle: int, but: int | None = None) -> bool:
-        return any(p.bundle == bundle and s != but for s, p in self.granted.items()) or any(
+    def pushed_on(self, bundle: int) -> list[int]:
+        """Serials of grants of the bundle that nobody uses."""
+        return [serial for serial, pin in self.granted.items() if pin.bundle == bundle and pin.pushed]
+
+    def _leased(self, bundle: int, but: int | None = None) -> bool:
+        return any(p.bundle == bundle and s != but and not p.pushed for s, p in self.granted.items()) or any(
             d.bundle == bundle for d in self.open
         )
 

@@ -15,11 +15,12 @@ from tiermem.residency import BundleRecord, State
 @dataclass(frozen=True, slots=True)
 class Evictions:
     """Ids of bundles: `drop` are clean, their frames are free at once; `write` are dirty, theirs are free when the
-    write-back has ended and the bundle is dropped.
+    write-back has ended and the bundle is dropped. `awaited` are in transfer already, and leave when it has ended.
     """
 
     drop: tuple[int, ...]
     write: tuple[int, ...]
+    awaited: tuple[int, ...]
 
 
 def choose_evictions(
@@ -29,18 +30,26 @@ def choose_evictions(
     pinned: Collection[int],
     placement: Placement,
     flash_quota_frames: int,
-) -> Evictions:
-    """Whom to evict so that `need_frames` are free once everything that is on its way out has left.
+) -> Evictions | None:
+    """Whom to evict so that `need_frames` are free once everything that is on its way out has left; None where that is
+    too little.
 
-    `pinned` are bundles leased or asked for; they stay. A dirty victim for whose second flash copy there is no room yet
-    is not named: the write-backs in flight come first, and when one has ended this is asked again. What a lane may
-    demand always fits beside what is pinned (budgets), so AssertionError means that this was not kept.
+    `pinned` are bundles that stay: leased, asked for, or needed sooner. A load in flight that nobody has asked for can
+    leave when it has ended; it is counted on only where the others do not suffice, and nobody is sent away for it. A
+    dirty victim for whose second flash copy there is no room yet is not named: the write-backs in flight come first,
+    and when one has ended this is asked again. What a lane may demand always fits beside what is leased or asked for
+    (budgets), so for a demand the answer is never None.
     """
-    coming = sum(r.frames for r in bundles if _leaves_by_itself(r, pinned))
+    coming = [r for r in bundles if _leaves_by_itself(r, pinned)]
     idle = {r.bundle_id: r for r in bundles if r.state in (State.CLEAN, State.DIRTY) and r.bundle_id not in pinned}
     order = [idle[b] for b in placement.eviction_order(idle)]
-    victims = choose_victims(need_frames, free_frames + coming, [(r, r.frames) for r in order])
-    assert victims is not None, f"{need_frames} frames demanded, but {free_frames} + {coming} and the idle are fewer"
+    candidates = [(r, r.frames) for r in order]
+    victims = choose_victims(need_frames, free_frames + sum(r.frames for r in coming), candidates)
+    if victims is None:
+        coming += [r for r in bundles if r.state == State.LOADING and r.bundle_id not in pinned]
+        victims = choose_victims(need_frames, free_frames + sum(r.frames for r in coming), candidates)
+        if victims is None:
+            return None
     drop, write = [], []
     flash_free = flash_quota_frames - flash_frames(bundles)
     for record in victims:
@@ -49,7 +58,7 @@ def choose_evictions(
         elif record.frames <= flash_free:
             flash_free -= record.frames
             write.append(record.bundle_id)
-    return Evictions(tuple(drop), tuple(write))
+    return Evictions(tuple(drop), tuple(write), tuple(r.bundle_id for r in coming))
 
 
 def flash_frames(bundles: Iterable[BundleRecord]) -> int:

@@ -5,22 +5,47 @@ row is 4 times slower).
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
-from tiermem.errors import Code, ProtocolError
+from tiermem.errors import Code, InvalidArgument, ProtocolError
 from tiermem.file_pieces import Adoption
-from tiermem.grants.messages import ClientBody, Commit, DaemonBody, Demand, Discard, Done, Grant, Refuse
+from tiermem.grants.messages import (
+    Accessed,
+    ClientBody,
+    Commit,
+    DaemonBody,
+    Demand,
+    Discard,
+    Done,
+    Grant,
+    Refuse,
+    Surrender,
+    Used,
+    Void,
+)
+from tiermem.notices import MAX_COUNT, MAX_TEXT, Notice, NoticeKind
+from tiermem.plan import Access, Phase
 from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem.trace import CAPACITY, Recording, Span
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_BATCH = 64
+"""Messages in a batch: an event loop decodes it at one go."""
+GRANT_BODIES = frozenset({"demand", "void", "used", "accessed", "commit", "done", "discard"})
+"""What `decode_client` takes."""
 _MAX_SPECS = 1 << 16  # in one message: the event loop decodes it at one go
 _MAX_FLOOR = 1 << 20
 _MAX_TENSORS = 1 << 16
 _MAX_NAME = 4096
 _MAX_DIMENSIONS = 64
+_MAX_TRACE_TEXT = 200
+_MAX_TRACE_S = 86400.0
+_SPAN = struct.Struct("<3I3dq2Q")
+_NOTICE_KINDS = {pb.NoticeKind.Value(f"NOTICE_KIND_{kind.name}"): kind for kind in NoticeKind}
 
 
 def pack_u64(values: Iterable[int]) -> bytes:
@@ -36,6 +61,10 @@ def _unpack(data: bytes, letter: str, width: int, columns: int, field: str) -> l
     return [flat[i : i + columns] for i in range(0, len(flat), columns)]
 
 
+def _unpack_u64(data: bytes, field: str) -> tuple[int, ...]:
+    return tuple(value for (value,) in _unpack(data, "Q", 8, 1, field))
+
+
 def _in_range(value: int, low: int, high: int, field: str) -> int:
     if not low <= value <= high:
         raise ProtocolError(f"{field} is {value}, outside {low} .. {high}")
@@ -47,6 +76,13 @@ def _mode(value: int) -> Mode:
         return Mode(value)
     except ValueError:
         raise ProtocolError(f"mode is {value}, which does not exist") from None
+
+
+def _phase(value: int) -> Phase:
+    try:
+        return Phase(value)
+    except ValueError:
+        raise ProtocolError(f"accessed.kind is {value}, which does not exist") from None
 
 
 # -- client to daemon
@@ -62,6 +98,19 @@ def encode_client(message: ClientBody) -> pb.ClientMessage:
                     held=pack_u64(held),
                     target=target,
                     mode=int(mode),  # type: ignore[arg-type]
+                )
+            )
+        case Void(lane, epoch, held):
+            return pb.ClientMessage(void=pb.Void(lane=lane, epoch=epoch, held=pack_u64(held)))
+        case Used(serials):
+            return pb.ClientMessage(used=pb.Used(serials=pack_u64(serials)))
+        case Accessed(lane, access):
+            return pb.ClientMessage(
+                accessed=pb.Accessed(
+                    lane=lane,
+                    unit=str(access.unit),
+                    kind=int(access.phase),  # type: ignore[arg-type]
+                    training=access.training,
                 )
             )
         case Commit(updated, consumed):
@@ -82,8 +131,17 @@ def decode_client(message: pb.ClientMessage) -> ClientBody:
     match message.WhichOneof("body"):
         case "demand":
             d = message.demand
-            held = frozenset(row[0] for row in _unpack(d.held, "Q", 8, 1, "demand.held"))
+            held = frozenset(_unpack_u64(d.held, "demand.held"))
             return Demand(_name(d.lane, "demand.lane"), d.epoch, held, d.target, _mode(d.mode))
+        case "void":
+            v = message.void
+            return Void(_name(v.lane, "void.lane"), v.epoch, frozenset(_unpack_u64(v.held, "void.held")))
+        case "used":
+            return Used(_unpack_u64(message.used.serials, "used.serials"))
+        case "accessed":
+            a = message.accessed
+            access = Access(_name(a.unit, "accessed.unit"), _phase(a.kind), a.training)
+            return Accessed(_name(a.lane, "accessed.lane"), access)
         case "commit":
             updated = _unpack(message.commit.updated, "Q", 8, 3, "commit.updated")
             consumed = _unpack(message.commit.consumed, "Q", 8, 2, "commit.consumed")
@@ -94,9 +152,18 @@ def decode_client(message: pb.ClientMessage) -> ClientBody:
         case "done":
             return Done(message.done.serial)
         case "discard":
-            return Discard(tuple(row[0] for row in _unpack(message.discard.bundles, "Q", 8, 1, "discard.bundles")))
+            return Discard(_unpack_u64(message.discard.bundles, "discard.bundles"))
         case other:
             raise ProtocolError(f"message {other!r} is not expected here")
+
+
+def messages_of(batch: pb.ClientBatch) -> Sequence[pb.ClientMessage]:
+    """The messages of a batch. Raises ProtocolError for none, too many, and those that travel alone."""
+    _in_range(len(batch.messages), 1, MAX_BATCH, "batch: number of messages")
+    for message in batch.messages:
+        if (body := message.WhichOneof("body")) in (None, "open", "close", "batch"):
+            raise ProtocolError(f"a batch with message {body!r}, which is not expected there")
+    return batch.messages
 
 
 def encode_specs(specs: Iterable[BundleSpec]) -> pb.ClientMessage:
@@ -156,6 +223,91 @@ def decode_adopt(adopt: pb.Adopt) -> Adoption:
     )
 
 
+def encode_notice(notice: Notice) -> pb.ClientMessage:
+    """A text that is too long is cut."""
+    return pb.ClientMessage(
+        notice=pb.Notice(
+            kind=f"NOTICE_KIND_{notice.kind.name}",
+            count=notice.count,
+            text=notice.text[:MAX_TEXT],
+        )
+    )
+
+
+def decode_notice(notice: pb.Notice) -> Notice:
+    """Raises ProtocolError for a kind that does not exist (kinds are labels of a metric), a count or a text beyond the
+    bounds.
+    """
+    kind = _NOTICE_KINDS.get(notice.kind)
+    if kind is None:
+        raise ProtocolError(f"notice.kind is {notice.kind}, which does not exist")
+    _in_range(len(notice.text), 0, MAX_TEXT, "notice.text: characters")
+    return Notice(kind, notice.text, _in_range(notice.count, 1, MAX_COUNT, "notice.count"))
+
+
+def decode_trace(trace: pb.Trace) -> tuple[int, float, Recording]:
+    """The number that AskTrace had, the trainer's clock, what it told. Raises ProtocolError as `decode_spans`."""
+    if not math.isfinite(trace.now_s):
+        raise ProtocolError(f"trace.now_s is {trace.now_s}, which is no time")
+    return trace.id, trace.now_s, decode_spans(trace.spans)
+
+
+def trace_seconds(seconds: float, field: str) -> float:
+    """Raises InvalidArgument outside 0 .. one day."""
+    if not 0 <= seconds <= _MAX_TRACE_S:  # NaN is outside too
+        raise InvalidArgument(f"{field} is {seconds}, outside 0 .. {_MAX_TRACE_S:g}")
+    return seconds
+
+
+def encode_spans(recording: Recording) -> pb.Spans:
+    """The newest CAPACITY of them; texts that are too long are cut."""
+    numbers: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return numbers.setdefault(text[:_MAX_TRACE_TEXT], len(numbers))
+
+    spans = recording.spans[-CAPACITY:]
+    rows = b"".join(
+        _SPAN.pack(
+            number(s.track),
+            number(s.name),
+            number(s.detail),
+            s.start_s,
+            s.end_s,
+            math.nan if s.due_s is None else s.due_s,
+            s.nbytes,
+            s.bundle,
+            s.epoch,
+        )
+        for s in spans
+    )
+    return pb.Spans(texts=list(numbers), rows=rows, complete=recording.complete and len(spans) == len(recording.spans))
+
+
+def decode_spans(message: pb.Spans) -> Recording:
+    """Raises ProtocolError for too many rows or texts, for texts that are too long or are not there, for times that are
+    not finite or go back, for sizes below zero.
+    """
+    texts, rows = message.texts, message.rows
+    if len(rows) % _SPAN.size:
+        raise ProtocolError(f"spans.rows has {len(rows)} bytes, not a multiple of {_SPAN.size}")
+    count = _in_range(len(rows) // _SPAN.size, 0, CAPACITY, "spans.rows: number of rows")
+    _in_range(len(texts), 0, 3 * count, "spans.texts: number of texts")
+    for text in texts:
+        _in_range(len(text), 0, _MAX_TRACE_TEXT, "spans.texts: characters")
+    names, spans = list(texts), []
+    for track, name, detail, start_s, end_s, due_s, nbytes, bundle, epoch in _SPAN.iter_unpack(rows):
+        _in_range(max(track, name, detail), 0, len(names) - 1, "spans: number of a text")
+        if not -math.inf < start_s <= end_s < math.inf:
+            raise ProtocolError(f"a span from {start_s} to {end_s} is no time")
+        if due_s == math.inf:
+            raise ProtocolError("a span is due at infinity")
+        _in_range(nbytes, 0, 1 << 62, "spans: bytes")
+        due = None if math.isnan(due_s) else due_s
+        spans.append(Span(names[track], names[name], start_s, end_s, nbytes, bundle, epoch, due, names[detail]))
+    return Recording(tuple(spans), message.complete)
+
+
 def _decode_spec(spec: pb.Spec, cap_bytes: int) -> BundleSpec:
     where = f"spec {spec.spec_id}"
     nbytes = _in_range(spec.nbytes, 1, cap_bytes, f"{where}: nbytes")
@@ -197,8 +349,11 @@ def encode_daemon(message: DaemonBody) -> pb.DaemonMessage:
                     version=message.version,
                     runs=runs,
                     answers=message.answers,
+                    spec=message.spec,
                 )
             )
+        case Surrender(lane):
+            return pb.DaemonMessage(surrender=pb.Surrender(lane=lane))
         case Refuse():
             return pb.DaemonMessage(
                 refuse=pb.Refuse(lane=message.lane, answers=message.answers, code=message.code, message=message.message)
@@ -215,6 +370,7 @@ def decode_grant(grant: pb.Grant, frames: int) -> Grant:
         grant.serial,
         grant.lane,
         grant.epoch,
+        grant.spec,
         grant.bundle,
         _mode(grant.mode),
         grant.version,

@@ -5,11 +5,25 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tiermem.errors import TiermemError
-from tiermem.grants.messages import ClientBody, Commit, DaemonBody, Demand, Discard, Done, Grant
+from tiermem.grants.messages import (
+    Accessed,
+    ClientBody,
+    Commit,
+    DaemonBody,
+    Demand,
+    Discard,
+    Done,
+    Grant,
+    Refuse,
+    Surrender,
+    Used,
+    Void,
+)
 from tiermem.stats import Link
 from tiermem.testing.grants_world import World
 from tiermem.testing.grants_world_state import Action, Content, Exit
@@ -34,49 +48,59 @@ class Exploration:
 
 
 def explore(start: World, seconds: float) -> Exploration:
-    """Visit states until all are seen or time is up. Raises Violation with a shortest trace; for I7 too: states where
-    only a thread could go on have no open demand, and queues and mover cannot go in circles.
+    """Visit states until all are seen, or `seconds` of this process's CPU time are spent. Raises Violation with a
+    shortest trace; for I7 too: where only a thread could go on all is at rest, and while one thing is foreseen queues
+    and mover cannot go in circles.
     """
-    deadline_s = time.monotonic() + seconds
+    deadline_s = time.process_time() + seconds
     numbers: dict[Hashable, int] = {key(start): 0}
     parents: list[tuple[int, Action | None]] = [(-1, None)]
-    inevitable: list[tuple[int, ...]] = []
+    predictions = range(len(start.config.predictions))
+    inevitable: list[list[tuple[int, ...]]] = [[] for _ in predictions]
     todo = deque([start.clone()])
-    transitions = 0
-    while todo and time.monotonic() < deadline_s:
+    transitions = here = 0
+    while todo and (here % 64 or time.process_time() < deadline_s):  # a look at the clock is not cheap
         blob = todo.popleft()
-        here, world = len(inevitable), pickle.loads(blob)
-        next_by_itself = []
+        world: World = pickle.loads(blob)
+        by_itself: list[tuple[Action, int]] = []
         for action in list(world.actions()):
             after: World = pickle.loads(blob)
-            try:
+            with _judged(parents, here, action):
                 after.apply(action)
-            except (AssertionError, TiermemError, LookupError, ValueError) as error:
-                raise Violation(f"{type(error).__name__}: {error}", _trace(parents, here, action)) from error
             transitions += 1
-            name = key(after)
-            number = numbers.setdefault(name, len(parents))
+            number = numbers.setdefault(key(after), len(parents))
             if number == len(parents):
                 parents.append((here, action))
                 todo.append(after.clone())
             if world.must(action):
-                next_by_itself.append(number)
-        if world.waiters and not next_by_itself:
-            raise Violation(f"I7: stuck with open demands: {list(world.waiters.values())}", _trace(parents, here))
-        inevitable.append(tuple(next_by_itself))
-    complete = not todo
-    return Exploration(len(parents), transitions, complete, _longest_way(inevitable) if complete else 0)
+                by_itself.append((action, number))
+        if not by_itself:
+            with _judged(parents, here):
+                world.check_rest()
+        for i in predictions:
+            inevitable[i].append(tuple({number for action, number in by_itself if world.foresees(action, i)}))
+        here += 1
+    steps = max(_longest_way(edges, parents) for edges in inevitable) if not todo else 0
+    return Exploration(len(parents), transitions, not todo, steps)
+
+
+@contextmanager
+def _judged(parents: list[tuple[int, Action | None]], state: int, *last: Action) -> Iterator[None]:
+    try:
+        yield
+    except (AssertionError, TiermemError, LookupError, ValueError) as error:
+        raise Violation(f"{type(error).__name__}: {error}", _trace(parents, state, *last)) from error
 
 
 def _trace(parents: list[tuple[int, Action | None]], state: int, *last: Action) -> list[Action]:
-    backwards = list(last)
+    backwards = list(last)[::-1]
     while (action := parents[state][1]) is not None:
         backwards.append(action)
         state = parents[state][0]
     return backwards[::-1]
 
 
-def _longest_way(edges: list[tuple[int, ...]]) -> int:
+def _longest_way(edges: list[tuple[int, ...]], parents: list[tuple[int, Action | None]]) -> int:
     """Length of the longest path. Raises Violation if there is a cycle (Kahn's topological order)."""
     incoming = [0] * len(edges)
     for targets in edges:
@@ -94,7 +118,8 @@ def _longest_way(edges: list[tuple[int, ...]]) -> int:
             if not incoming[target]:
                 ready.append(target)
     if seen < len(edges):
-        raise Violation("I7: queues and mover can go in circles", [])
+        first = next(state for state, n in enumerate(incoming) if n)
+        raise Violation("I7: queues and mover can go in circles, from here:", _trace(parents, first))
     return max(depth)
 
 
@@ -110,16 +135,25 @@ class _Key:
         self.world, ledger = world, world.ledger
         messages = [*world.up, *world.down]
         self.serials = _ranks(
-            [*ledger.pins.granted, *world.holds, *(m.serial for m in messages if isinstance(m, Grant | Done))]
-        )
-        self.epochs = _ranks(
             [
-                *(w.demand.epoch for w in world.waiters.values()),
-                *(d.demand.epoch for d in ledger.pins.open),
-                *(m.epoch for m in world.up if isinstance(m, Demand)),
-                *(m.answers for m in world.down),
+                *ledger.pins.granted,
+                *world.holds,
+                *world.unused,
+                *(m.serial for m in messages if isinstance(m, Grant | Done)),
             ]
         )
+        epochs: dict[str, set[int]] = {lane: {0, epoch} for lane, epoch in world.epochs.items()}
+        for lane in ledger.lanes.values():
+            epochs[lane.name].add(lane.epoch)
+        for demand in (*(w.demand for w in world.waiters.values()), *(d.demand for d in ledger.pins.open)):
+            epochs[demand.lane].add(demand.epoch)
+        for m in messages:
+            match m:
+                case Demand() | Void():
+                    epochs[m.lane].add(m.epoch)
+                case Grant() | Refuse():
+                    epochs[m.lane].add(m.answers or _pushed_in(m))
+        self.epochs = {lane: _ranks(known) for lane, known in epochs.items()}
         self.ids = _ranks([*ledger.bundles, *world.newest, *world.flash, *world.moving])
         versions: dict[int, set[int]] = {b: set() for b in self.ids}
         for b, record in ledger.bundles.items():
@@ -148,11 +182,18 @@ class _Key:
         return tuple(self.content(c) for c in contents)
 
     def demand(self, demand: Demand) -> Hashable:
-        held = tuple(sorted(self.serials.get(s, -1) for s in demand.held))
         target = (
             ("form", demand.target) if demand.mode.name == "CREATE" else ("bundle", self.ids.get(demand.target, -1))
         )
-        return self.epochs[demand.epoch], held, target, demand.mode
+        return demand.lane, self.epochs[demand.lane][demand.epoch], self.held(demand.held), target, demand.mode
+
+    def held(self, held: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted(self.serials.get(s, -1) for s in held))
+
+    def grant(self, grant: Grant) -> Hashable:
+        epochs = self.epochs[grant.lane]
+        epoch = (epochs[grant.answers], -1) if grant.answers else (-1, epochs[grant.epoch])
+        return self.serials[grant.serial], grant.lane, self.ids.get(grant.bundle, -1), grant.spec, grant.mode, epoch
 
     def message(self, message: ClientBody | DaemonBody | Exit) -> Hashable:
         match message:
@@ -168,16 +209,19 @@ class _Key:
             case Discard(bundles):
                 return "discard", tuple(self.ids.get(b, -1) for b in bundles)
             case Grant():
-                return (
-                    self.serials[message.serial],
-                    self.ids.get(message.bundle, -1),
-                    message.mode,
-                    self.epochs[message.answers],
-                )
+                return self.grant(message)
+            case Void(lane, epoch, held):
+                return "void", lane, self.epochs[lane][epoch], self.held(held)
+            case Used(serials):
+                return "used", self.held(serials)
+            case Accessed(lane, access):
+                return "accessed", lane, access
+            case Refuse(lane, answers, code):
+                return "refuse", lane, self.epochs[lane][answers], code
+            case Surrender(lane):
+                return "surrender", lane
             case Exit():
                 return "exit"
-            case _:
-                return message.code, self.epochs[message.answers]
 
     def whole(self) -> Hashable:
         world, ledger = self.world, self.world.ledger
@@ -201,20 +245,35 @@ class _Key:
             ),
         )
         daemon = (
-            tuple((self.serials[s], self.ids[p.bundle], p.mode) for s, p in sorted(ledger.pins.granted.items())),
-            tuple((self.demand(d.demand), self.ids[d.bundle]) for d in ledger.pins.open),
+            tuple(
+                (self.serials[s], p.lane, self.ids[p.bundle], p.mode, p.pushed)
+                for s, p in sorted(ledger.pins.granted.items())
+            ),
+            tuple((self.demand(d.demand), self.ids[d.bundle], d.waited_for is None) for d in ledger.pins.open),
+            tuple((s, self.ids[b]) for s, b in sorted(ledger.newest.items())),
+            tuple(
+                (lane.name, lane.budget_frames, lane.target_frames, self.epochs[lane.name][lane.epoch])
+                for lane in ledger.lanes.values()
+            ),
+            ledger.ahead_paused,
         )
         client = (
             tuple(
-                (self.serials[s], self.ids[h.lease.grant.bundle], h.thread, h.lease.mode, h.use)
+                (self.serials[s], self.ids[h.lease.grant.bundle], h.thread, h.lease.mode, h.use, h.may_write)
                 for s, h in sorted(world.holds.items())
             ),
             tuple((t, self.demand(w.demand)) for t, w in sorted(world.waiters.items())),
+            tuple(self.grant(g) for _, g in sorted(world.unused.items())),
+            tuple((lane, self.epochs[lane][epoch]) for lane, epoch in world.epochs.items()),
         )
         queues = tuple(self.message(m) for m in world.up), tuple(self.message(m) for m in world.down)
-        left = world.alive, world.commits, world.creates, world.discards, world.faults, world.deaths
+        left = world.commits, world.creates, world.discards, world.faults, world.deaths, world.shrinks, world.alive
         return bundles, truth, daemon, client, queues, left
 
 
 def _ranks(values: Iterable[int]) -> dict[int, int]:
     return {value: rank for rank, value in enumerate(sorted(set(values)))}
+
+
+def _pushed_in(message: Grant | Refuse) -> int:
+    return message.epoch if isinstance(message, Grant) else 0

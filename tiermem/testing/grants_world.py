@@ -1,7 +1,8 @@
 """A hostile world around the two ends of the grant protocol: what may happen, and what happens then.
 
 GrantTable and GrantLedger are joined by two queues of arbitrary delay; a mover ends transfers in any order, or fails
-them; threads of one lane do anything legal; the client may die at any point. Everything is a value of this process: no
+them; what the daemon foresees may be wrong in any way, and another thing at every step; threads of two lanes do
+anything legal; lanes shrink; the client may die at any point. Everything is a value of this process: no
 thread, clock, file or torch. `tiermem.testing.grants_explorer` visits every state of a small world.
 """
 
@@ -13,13 +14,13 @@ from collections.abc import Callable, Iterator
 
 from tiermem.bundle import Mode
 from tiermem.errors import TierIOError
-from tiermem.grants.effects import Effect, FreeFlash, Load, Send, WriteBack
+from tiermem.grants.effects import Effect, Expedite, FreeFlash, Load, Send, WriteBack
 from tiermem.grants.ledger import GrantLedger
-from tiermem.grants.messages import DaemonBody, Demand, Refuse
-from tiermem.grants.table import GrantTable
+from tiermem.grants.messages import DaemonBody, Demand, Grant, Refuse, Void
+from tiermem.grants.table import GrantTable, Lease
 from tiermem.residency import State
 from tiermem.stats import Link
-from tiermem.testing.grants_world_state import LANE, Action, Config, Exit, Hold, Moving, WorldState
+from tiermem.testing.grants_world_state import MAIN, Action, Config, Exit, Hold, Moving, WorldState
 
 
 class World(WorldState):
@@ -55,16 +56,21 @@ class World(WorldState):
     def actions(self) -> Iterator[Action]:
         """Everything that may happen next, whether it must or not."""
         orders = (False, True) if self.config.either_order else (False,)
+        ways = [(order, i) for i in range(len(self.config.predictions)) for order in orders]
         if self.up:
-            yield from (("daemon_reads", order) for order in orders)
+            yield from (("daemon_reads", *way) for way in ways)
         if self.down:
             yield ("client_reads",)
         for bundle in self.moving:
-            yield from (("transfer_ends", bundle, order) for order in orders)
+            yield from (("transfer_ends", bundle, *way) for way in ways)
             if self.faults:
-                yield ("transfer_fails", bundle)
+                yield from (("transfer_fails", bundle, *way) for way in ways)
         if not self.alive:
             return
+        if self.shrinks:
+            lane = self.ledger.lanes[MAIN]
+            for target in range(lane.floor_frames, lane.budget_frames):
+                yield from (("shrink", target, *way) for way in ways)
         for serial, hold in self.holds.items():
             if hold.use == "idle" and self._compatible(serial, hold):
                 yield ("write" if hold.lease.mode.writes else "read", serial)
@@ -104,6 +110,12 @@ class World(WorldState):
         """Whether it happens by itself, without a thread of the client."""
         return action[0] in ("daemon_reads", "client_reads", "transfer_ends", "transfer_fails")
 
+    def foresees(self, action: Action, prediction: int) -> bool:
+        """Whether it may happen while that is foreseen. What is foreseen changes only when the client does something:
+        by itself all goes on with one prediction.
+        """
+        return action[0] == "client_reads" or action[-1] == prediction
+
     def _compatible(self, serial: int, hold: Hold) -> bool:
         others = [
             other.use
@@ -124,20 +136,15 @@ class World(WorldState):
     def apply(self, action: Action) -> None:
         """Do it and check. Raises AssertionError, or what a machine raises that its peer drove into a corner."""
         match action:
-            case ("daemon_reads", bool(order)):
-                self.placement.reverse = order
-                message = self.up.popleft()
-                self._act(self.ledger.exit() if isinstance(message, Exit) else self.ledger.receive(message))
+            case ("daemon_reads" | "transfer_ends" | "transfer_fails" | "shrink" as step, *what, bool(order), int(i)):
+                self.placement.reverse, self.oracle.prediction = order, self.config.predictions[i]
+                self._daemon_step(step, *what)
+                self.oracle.prediction = ()
             case ("client_reads",):
                 self._client_reads(self.down.popleft())
-            case ("transfer_ends", int(bundle), bool(order)):
-                self.placement.reverse = order
-                self._transfer_ends(bundle)
-            case ("transfer_fails", int(bundle)):
-                self._transfer_fails(bundle)
             case ("acquire", str(thread), int(target), Mode() as mode):
                 self.creates -= mode == Mode.CREATE
-                self.waiters[thread] = self.table.demand(LANE, target, mode)
+                self._acquire(thread, target, mode)
             case ("read" | "write" as use, int(serial)):
                 hold = self.holds[serial]
                 hold.use = "reading" if use == "read" else "writing"
@@ -147,19 +154,20 @@ class World(WorldState):
                 bundle = self.holds.pop(serial).lease.grant.bundle
                 self.table.done(serial)
                 if not self.newest[bundle]:
-                    del self.newest[bundle]  # created and never written
+                    self._end(bundle)  # created and never written
             case ("commit", str(thread)):
                 self._commit({s: h for s, h in self.holds.items() if h.thread == thread and _owes_commit(h)})
             case ("discard", int(bundle)):
                 self.discards -= 1
                 self.table.discard([bundle])
-                del self.newest[bundle]
+                self._end(bundle)
             case ("die", int(arrived)):
                 self.deaths -= 1
                 self.alive = False
                 self.up = deque([*list(self.up)[:arrived], Exit()])
                 self.down.clear()
                 self.holds.clear()
+                self.unused.clear()
                 self.waiters.clear()
             case _:
                 raise ValueError(f"no such action: {action}")
@@ -170,22 +178,46 @@ class World(WorldState):
 
     def _send(self) -> None:
         for message in self.table.outbox:
-            if isinstance(message, Demand):
+            if isinstance(message, Demand | Void):
                 # What is not held, the daemon may take back: every delivered answer must be there, whoever's.
-                assert message.held == set(self.holds), f"held: {message}, but the lane's leases are {set(self.holds)}"
+                held = {s for s, hold in self.holds.items() if hold.lease.grant.lane == message.lane}
+                assert message.held == held, f"held: {message}, but the lane's leases are {held}"
+                self.epochs[message.lane] = message.epoch
+                self.unused = {s: grant for s, grant in self.unused.items() if grant.lane != message.lane}
             self.up.append(message)
         self.table.outbox.clear()
 
+    def _end(self, bundle: int) -> None:
+        del self.newest[bundle]
+        self.unused = {serial: grant for serial, grant in self.unused.items() if grant.bundle != bundle}
+
+    def _acquire(self, thread: str, target: int, mode: Mode) -> None:
+        """As the client does it: by a grant that is there, else on demand."""
+        lane = self.config.lane(thread)
+        sufficient = {serial for serial, grant in self.unused.items() if _suffices(grant, lane, target, mode)}
+        lease = self.table.take(lane, target, mode)
+        if lease is None:
+            assert not sufficient, f"unused: grants {sufficient} were there for {mode.name} of {target}"
+            self.waiters[thread] = self.table.demand(lane, target, mode)
+            return
+        assert lease.grant.serial in sufficient, f"unused: {lease.grant} is void, and was used"
+        del self.unused[lease.grant.serial]
+        self._begin(thread, lease)
+
+    def _begin(self, thread: str, lease: Lease) -> None:
+        self.lease(thread, lease)
+        hold = self.holds[lease.grant.serial]
+        if not lease.mode.writes and self._compatible(lease.grant.serial, hold):
+            hold.use = "reading"
+
     def _client_reads(self, message: DaemonBody) -> None:
+        if isinstance(message, Grant) and not message.answers and not self.stale(message):
+            self.unused[message.serial] = message
         ended = self.table.receive(message)
         for thread in [t for t, waiter in self.waiters.items() if waiter is ended]:
             lease = self.waiters.pop(thread).lease
             if lease is not None:
-                hold = self.holds[lease.grant.serial] = Hold(thread, lease)
-                self.newest.setdefault(lease.grant.bundle, 0)
-                self.frames.setdefault(lease.grant.bundle, sum(n for _, n in lease.grant.runs))
-                if not lease.mode.writes and self._compatible(lease.grant.serial, hold):
-                    hold.use = "reading"
+                self._begin(thread, lease)
 
     def _commit(self, owed: dict[int, Hold]) -> None:
         updated, consumed = [], []
@@ -195,17 +227,33 @@ class World(WorldState):
                 self.newest[bundle] += 1
                 self.fill_frames(hold.lease.grant.runs, (bundle, self.newest[bundle]))
                 updated.append((serial, self.newest[bundle]))
-                hold.use = "reading"
+                hold.use, hold.may_write = "reading", False
                 self.commits -= 1
             else:
                 consumed.append(serial)
-                del self.newest[bundle], self.holds[serial]
+                del self.holds[serial]
+                self._end(bundle)
         self.table.commit(updated, consumed)
+
+    def _daemon_step(self, step: str, *what: object) -> None:
+        match step, *what:
+            case ("daemon_reads",):
+                message = self.up.popleft()
+                self._act(self.ledger.exit() if isinstance(message, Exit) else self.ledger.receive(message))
+            case ("transfer_ends", int(bundle)):
+                self._transfer_ends(bundle)
+            case ("transfer_fails", int(bundle)):
+                self._transfer_fails(bundle)
+            case ("shrink", int(target)):
+                self.shrinks -= 1
+                self._act(self.ledger.shrink(MAIN, target))
 
     def _act(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Send(message):
+                    if isinstance(message, Grant) and not message.answers and message.mode == Mode.CREATE:
+                        self._check_order(message.bundle)
                     if self.alive:
                         self.down.append(message)
                         if isinstance(message, Refuse):
@@ -219,6 +267,10 @@ class World(WorldState):
                     else:
                         moving = Moving(Link.DRAM_TO_FLASH, record.runs, self.content(record.runs))
                     self.moving[bundle] = moving
+                    if isinstance(effect, Load):
+                        self._check_order(bundle)
+                case Expedite(bundle):
+                    assert bundle in self.moving, f"a transfer of bundle {bundle} is to be hastened, there is none"
                 case FreeFlash(bundle):
                     assert bundle not in self.moving, f"I5: flash of bundle {bundle} is freed under a transfer"
                     self.flash.pop(bundle, None)
@@ -237,7 +289,7 @@ class World(WorldState):
         self._act(self.ledger.written(bundle))
 
     def _transfer_fails(self, bundle: int) -> None:
-        self.faults -= 1
+        self.faults -= self.faults > 0
         moving = self.moving.pop(bundle)
         error = TierIOError(5, "scripted")
         self.failing = True
@@ -245,12 +297,12 @@ class World(WorldState):
         self._act(failed(bundle, error))
         self.failing = False
 
-    def drain(self, choose: Callable[[list[Action]], Action]) -> int:
+    def drain(self, choose: Callable[[list[Action]], Action], prediction: int = 0) -> int:
         """I7: queues and mover alone come to rest, with no demand left open. Returns the number of steps."""
         for steps in range(10_000):
-            actions = [action for action in self.actions() if self.must(action)]
+            actions = [a for a in self.actions() if self.must(a) and self.foresees(a, prediction)]
             if not actions:
-                assert not self.waiters, f"I7: stuck with open demands: {list(self.waiters.values())}"
+                self.check_rest()
                 return steps
             self.apply(choose(actions))
         raise AssertionError("I7: queues and mover do not come to rest")
@@ -258,3 +310,11 @@ class World(WorldState):
 
 def _owes_commit(hold: Hold) -> bool:
     return hold.use == "writing" or (hold.use == "reading" and hold.lease.mode == Mode.CONSUME)
+
+
+def _suffices(grant: Grant, lane: str, target: int, mode: Mode) -> bool:
+    if mode == Mode.CREATE or grant.mode == Mode.CREATE:
+        fits = mode == grant.mode and grant.spec == target
+    else:
+        fits = grant.mode.covers(mode) and grant.bundle == target
+    return fits and grant.lane == lane

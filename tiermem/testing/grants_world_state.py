@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from tiermem.allocator import FrameAllocator, Run
 from tiermem.bundle import BundleSpec, Kind, Mode
 from tiermem.errors import Code
+from tiermem.grants.foresight import Use
 from tiermem.grants.ledger import GrantLedger
-from tiermem.grants.messages import ClientBody, Commit, DaemonBody, Done, Grant, Refuse
+from tiermem.grants.messages import ClientBody, Commit, DaemonBody, Demand, Discard, Done, Grant, Refuse, Void
 from tiermem.grants.table import GrantTable, Lease, Waiter
+from tiermem.plan import Access
 from tiermem.residency import RESIDENT, State
 from tiermem.stats import Link
 
-LANE = "main"
+MAIN, WORKER = "main", "worker"
 
 Content = tuple[int, int] | None
 """What a frame holds: (bundle, version), or None for bytes that are no version of anything."""
@@ -28,11 +30,19 @@ Action = tuple[str | int | bool | Mode, ...]
 """What may happen next: a name and its arguments."""
 
 
+Prediction = tuple[tuple[str, int, Mode], ...]
+"""Uses that are foreseen, nearest first: (lane, form, mode); the lane "" is every lane."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """`forms` are sizes in frames (form i has number i + 1), `kept` the forms of the bundles that exist at the start,
     `threads` (name, most frames it uses together), `modes` those in which they use what exists. The numbers bound how
-    often something may happen.
+    often something may happen; faults below 0 are without end.
+
+    `workers` are the threads of the second lane, which has `worker_frames` of the arena. At every step the daemon
+    foresees one of `predictions`, whichever the world likes, and may grant `ahead_frames` ahead of use. A shrink asks
+    the main lane for any target down to its floor, which is what its threads use together.
     """
 
     arena_frames: int
@@ -47,10 +57,26 @@ class Config:
     faults: int = 0
     deaths: int = 0
     either_order: bool = False
+    workers: tuple[str, ...] = ()
+    worker_frames: int = 0
+    predictions: tuple[Prediction, ...] = ((),)
+    ahead_frames: int = 0
+    shrinks: int = 0
+
+    def lane(self, thread: str) -> str:
+        return WORKER if thread in self.workers else MAIN
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        main = {MAIN: self.arena_frames - self.worker_frames}
+        return main | {WORKER: self.worker_frames} if self.workers else main
+
+    def floor(self, lane: str) -> int:
+        return sum(most for thread, most in self.threads if self.lane(thread) == lane)
 
     @property
     def within_floor(self) -> bool:
-        return sum(most for _, most in self.threads) <= self.arena_frames
+        return all(self.floor(lane) <= budget for lane, budget in self.budgets.items())
 
 
 @dataclass(slots=True)
@@ -60,6 +86,7 @@ class Hold:
     thread: str
     lease: Lease
     use: str = "idle"
+    may_write: bool = False  # for the daemon: granted for writing, and not committed
 
 
 @dataclass(slots=True)
@@ -101,6 +128,22 @@ class _EitherOrder:
         return sorted(candidates, reverse=self.reverse)
 
 
+@dataclass(slots=True)
+class _Oracle:
+    """A foresight that the world steers."""
+
+    prediction: Prediction = ()
+
+    def accessed(self, lane: str, access: Access) -> None:
+        pass
+
+    def used(self, lane: str, spec: int, mode: Mode) -> None:
+        pass
+
+    def upcoming(self, lane: str) -> Iterable[Use]:
+        return [Use(form, mode) for where, form, mode in self.prediction if where in ("", lane)]
+
+
 class WorldState:
     """Two machines, two queues, the client's threads, and what is true."""
 
@@ -112,6 +155,7 @@ class WorldState:
     ) -> None:
         self.config = config
         self.placement = _EitherOrder()
+        self.oracle = _Oracle()
         self.ledger = ledger(
             FrameAllocator(config.arena_frames),
             1,
@@ -120,16 +164,20 @@ class WorldState:
             max(config.forms),
             self.placement,
             _Ids(),
+            foresight=self.oracle,
+            ahead_frames=config.ahead_frames,
         )
-        self.table = table([LANE])
+        self.table = table(list(config.budgets))
         self.up: deque[ClientBody | Exit] = deque()
         self.down: deque[DaemonBody] = deque()
         self.waiters: dict[str, Waiter] = {}
         self.holds: dict[int, Hold] = {}
+        self.unused: dict[int, Grant] = {}  # pushed, and not void
+        self.epochs = dict.fromkeys(config.budgets, 0)
         self.alive = True
         self.failing = False
         self.commits, self.creates, self.discards = config.commits, config.creates, config.discards
-        self.faults, self.deaths = config.faults, config.deaths
+        self.faults, self.deaths, self.shrinks = config.faults, config.deaths, config.shrinks
         # The truth: newest committed version of every live bundle, bytes in frames and flash, transfers in flight.
         self.newest: dict[int, int] = {}
         self.frames: dict[int, int] = {}
@@ -137,13 +185,23 @@ class WorldState:
         self.flash: dict[int, Content] = {}
         self.moving: dict[int, Moving] = {}
         self.ledger.declare([BundleSpec(i, Kind.PARAM, f"u{i}", n) for i, n in enumerate(config.forms, 1)])
-        self.ledger.admit(LANE, [])
+        self._admit()
+
+    def _admit(self) -> None:
+        for i, (lane, budget) in enumerate(self.config.budgets.items(), len(self.config.forms) + 1):
+            floor = min(self.config.floor(lane), budget)
+            self.ledger.declare([BundleSpec(i, Kind.PARAM, f"floor of {lane}", floor)])
+            self.ledger.admit(lane, [i])
+            self.ledger.shrink(lane, budget)
 
     def check(self) -> None:
         """Raise AssertionError, its text beginning with the invariant's name, unless all invariants hold."""
         for serial, lease, use in self._usable():
             self._check_grant(serial, lease, use)
-        self._check_write_rights()
+        self._check_pins()
+        if self.alive:
+            kept, usable = self.table.unused, set(self.unused)
+            assert kept == usable, f"unused: the client would use grants {set(kept)}, but {usable} are not void"
         for bundle, version in self.newest.items():
             if self.alive and version:
                 self._check_kept(bundle, version)
@@ -163,9 +221,23 @@ class WorldState:
         """Every grant that the client may use now or when it has read its queue."""
         for serial, hold in self.holds.items():
             yield serial, hold.lease, hold.use
+        for serial, grant in self.unused.items():
+            yield serial, Lease(grant, grant.mode), "unused"
         for message in self.down:
-            if isinstance(message, Grant):
+            if isinstance(message, Grant) and not self.stale(message):
                 yield message.serial, Lease(message, message.mode), "on its way"
+
+    def stale(self, grant: Grant) -> bool:
+        """Whether the client must not use it: it was pushed, and its epoch or its bundle has ended."""
+        gone = grant.mode != Mode.CREATE and grant.bundle not in self.newest
+        return not grant.answers and (grant.epoch < self.epochs[grant.lane] or gone)
+
+    def lease(self, thread: str, lease: Lease) -> None:
+        grant = lease.grant
+        self.holds[grant.serial] = Hold(thread, lease, may_write=grant.mode.writes)
+        newest = self.newest.setdefault(grant.bundle, 0)
+        assert grant.version == newest, f"version: {grant} becomes a lease, the newest version is {newest}"
+        self.frames.setdefault(grant.bundle, sum(n for _, n in grant.runs))
 
     def _check_grant(self, serial: int, lease: Lease, use: str) -> None:
         grant = lease.grant
@@ -181,21 +253,40 @@ class WorldState:
             seen, newest = set(self.content(grant.runs)), (grant.bundle, self.newest[grant.bundle])
             assert seen == {newest} or not newest[1], f"I3: {grant} ({use}) sees {seen}, newest is {newest}"
 
-    def _check_write_rights(self) -> None:
-        """I2, the other side: the daemon believes in a right to write only where the client has it, or will hear."""
+    def _check_pins(self) -> None:
+        """I1 and I2, the other side: the daemon believes in a grant, and in its right to write, only where the client
+        has them, or where the daemon will hear that they have ended.
+        """
         if not self.alive:
             return
-        writers = {serial for serial, lease, _ in self._usable() if lease.mode.writes}
+        known = {grant.serial: grant.mode.writes for grant in self.unused.values()}
+        known |= {message.serial: message.mode.writes for message in self.down if isinstance(message, Grant)}
+        known |= {serial: hold.may_write for serial, hold in self.holds.items()}
+        ended, void, gone = set(), set(), set()
         for message in self.up:
             match message:
                 case Commit(updated, consumed):
-                    writers |= {row[0] for row in (*updated, *consumed)}
+                    ended |= {row[0] for row in (*updated, *consumed)}
+                    gone |= {bundle for _, bundle in consumed}
                 case Done(serial):
-                    writers.add(serial)
+                    ended.add(serial)
+                case Discard(bundles):
+                    gone |= set(bundles)
+                case Demand(lane) | Void(lane):
+                    void.add(lane)
         for serial, pin in self.ledger.pins.granted.items():
-            assert not pin.mode.writes or serial in writers, (
-                f"I2: the write right of grant {serial} outlives its commit"
-            )
+            if serial in ended or (pin.pushed and (pin.lane in void or pin.bundle in gone)):
+                continue
+            assert serial in known, f"I1: grant {serial} of bundle {pin.bundle} is held for nobody"
+            assert known[serial] or not pin.mode.writes, f"I2: the write right of grant {serial} outlives its commit"
+
+    def check_rest(self) -> None:
+        """I7: queues and mover have come to rest: no demand is open, and no unused grant holds up a shrink."""
+        assert not self.waiters, f"I7: stuck with open demands: {list(self.waiters.values())}"
+        for lane in self.ledger.lanes.values():
+            held = {h.lease.grant.bundle for h in self.holds.values() if h.lease.grant.lane == lane.name}
+            leased = sum(self.frames[b] for b in held)
+            assert lane.target_frames is None or leased > lane.target_frames, f"I7: stuck with a shrink: {lane}"
 
     def _check_kept(self, bundle: int, version: int) -> None:
         """I4: the newest committed version is in DRAM or flash, or somebody is writing over it under a grant."""
@@ -206,12 +297,19 @@ class WorldState:
             f"I4: version {version} of bundle {bundle} is lost: {record}"
         )
 
+    def _check_order(self, bundle: int) -> None:
+        """I6, the other side: while a demand lacks frames nothing takes any that nobody has asked for."""
+        bundles = [waiting.bundle for waiting in self.ledger.pins.open]
+        lacking = [b for b in bundles if self.ledger.bundles[b].state in (State.FLASH, State.ABSENT)]
+        assert bundle in bundles or not lacking, f"I6: frames go to bundle {bundle}, while {lacking} are demanded"
+
     def _check_refusal(self, refuse: Refuse) -> None:
         """I6: within the floor only a failed transfer, or a new bundle that flash cannot take, is refused."""
         if self.failing and refuse.code == Code.IO_ERROR:
             return
         if refuse.code == Code.TIER_FULL:
-            [demand] = [w.demand for w in self.waiters.values() if w.demand.epoch == refuse.answers]
+            asked = (refuse.lane, refuse.answers)
+            [demand] = [w.demand for w in self.waiters.values() if (w.demand.lane, w.demand.epoch) == asked]
             frames = self.config.forms[demand.target - 1] if demand.mode == Mode.CREATE else 0
             live = sum(r.frames for r in self.ledger.bundles.values())
             short = live + frames + max(self.config.forms) > self.config.flash_quota_frames

@@ -22,6 +22,23 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODE_READ: _ClassVar[Mode]
     MODE_UPDATE: _ClassVar[Mode]
     MODE_CONSUME: _ClassVar[Mode]
+
+class NoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NOTICE_KIND_UNSPECIFIED: _ClassVar[NoticeKind]
+    NOTICE_KIND_PAGE_MOVES: _ClassVar[NoticeKind]
+    NOTICE_KIND_STORAGE_SWITCH: _ClassVar[NoticeKind]
+    NOTICE_KIND_FILE_REFUSED: _ClassVar[NoticeKind]
+    NOTICE_KIND_FILE_CHANGED: _ClassVar[NoticeKind]
+    NOTICE_KIND_COMPILED_ACROSS_UNITS: _ClassVar[NoticeKind]
+
+class AccessKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ACCESS_KIND_UNSPECIFIED: _ClassVar[AccessKind]
+    ACCESS_KIND_FORWARD: _ClassVar[AccessKind]
+    ACCESS_KIND_BACKWARD: _ClassVar[AccessKind]
+    ACCESS_KIND_RECOMPUTE: _ClassVar[AccessKind]
+    ACCESS_KIND_UPDATE: _ClassVar[AccessKind]
 KIND_UNSPECIFIED: Kind
 KIND_PARAM: Kind
 KIND_GRAD: Kind
@@ -32,6 +49,17 @@ MODE_CREATE: Mode
 MODE_READ: Mode
 MODE_UPDATE: Mode
 MODE_CONSUME: Mode
+NOTICE_KIND_UNSPECIFIED: NoticeKind
+NOTICE_KIND_PAGE_MOVES: NoticeKind
+NOTICE_KIND_STORAGE_SWITCH: NoticeKind
+NOTICE_KIND_FILE_REFUSED: NoticeKind
+NOTICE_KIND_FILE_CHANGED: NoticeKind
+NOTICE_KIND_COMPILED_ACROSS_UNITS: NoticeKind
+ACCESS_KIND_UNSPECIFIED: AccessKind
+ACCESS_KIND_FORWARD: AccessKind
+ACCESS_KIND_BACKWARD: AccessKind
+ACCESS_KIND_RECOMPUTE: AccessKind
+ACCESS_KIND_UPDATE: AccessKind
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
@@ -67,8 +95,50 @@ class GetStatusResponse(_message.Message):
     stats_json: bytes
     def __init__(self, stats_json: _Optional[bytes] = ...) -> None: ...
 
+class GetTraceRequest(_message.Message):
+    __slots__ = ("job", "seconds", "daemon_only")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_ONLY_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    seconds: float
+    daemon_only: bool
+    def __init__(self, job: _Optional[str] = ..., seconds: _Optional[float] = ..., daemon_only: _Optional[bool] = ...) -> None: ...
+
+class GetTraceResponse(_message.Message):
+    __slots__ = ("job", "now_s", "processes")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    now_s: float
+    processes: _containers.RepeatedCompositeFieldContainer[TracedProcess]
+    def __init__(self, job: _Optional[str] = ..., now_s: _Optional[float] = ..., processes: _Optional[_Iterable[_Union[TracedProcess, _Mapping]]] = ...) -> None: ...
+
+class TracedProcess(_message.Message):
+    __slots__ = ("name", "pid", "spans", "notes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    pid: int
+    spans: Spans
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., pid: _Optional[int] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Spans(_message.Message):
+    __slots__ = ("texts", "rows", "complete")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    rows: bytes
+    complete: bool
+    def __init__(self, texts: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., complete: _Optional[bool] = ...) -> None: ...
+
 class ClientMessage(_message.Message):
-    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close", "adopt")
+    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close", "adopt", "notice", "void", "used", "accessed", "batch", "trace")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DECLARE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +148,12 @@ class ClientMessage(_message.Message):
     DISCARD_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     ADOPT_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    VOID_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    ACCESSED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     open: Open
     declare: Declare
     admit: Admit
@@ -87,7 +163,25 @@ class ClientMessage(_message.Message):
     discard: Discard
     close: Close
     adopt: Adopt
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ...) -> None: ...
+    notice: Notice
+    void: Void
+    used: Used
+    accessed: Accessed
+    batch: ClientBatch
+    trace: Trace
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., void: _Optional[_Union[Void, _Mapping]] = ..., used: _Optional[_Union[Used, _Mapping]] = ..., accessed: _Optional[_Union[Accessed, _Mapping]] = ..., batch: _Optional[_Union[ClientBatch, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+
+class ClientBatch(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ClientMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ClientMessage, _Mapping]]] = ...) -> None: ...
+
+class DaemonBatch(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[DaemonMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[DaemonMessage, _Mapping]]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("token", "protocol", "job", "dram_bytes", "flash_bytes", "version")
@@ -173,6 +267,34 @@ class Demand(_message.Message):
     mode: Mode
     def __init__(self, lane: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[bytes] = ..., target: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ...) -> None: ...
 
+class Void(_message.Message):
+    __slots__ = ("lane", "epoch", "held")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    epoch: int
+    held: bytes
+    def __init__(self, lane: _Optional[str] = ..., epoch: _Optional[int] = ..., held: _Optional[bytes] = ...) -> None: ...
+
+class Used(_message.Message):
+    __slots__ = ("serials",)
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    serials: bytes
+    def __init__(self, serials: _Optional[bytes] = ...) -> None: ...
+
+class Accessed(_message.Message):
+    __slots__ = ("lane", "unit", "kind", "training")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    unit: str
+    kind: AccessKind
+    training: bool
+    def __init__(self, lane: _Optional[str] = ..., unit: _Optional[str] = ..., kind: _Optional[_Union[AccessKind, str]] = ..., training: _Optional[bool] = ...) -> None: ...
+
 class Commit(_message.Message):
     __slots__ = ("updated", "consumed")
     UPDATED_FIELD_NUMBER: _ClassVar[int]
@@ -193,12 +315,32 @@ class Discard(_message.Message):
     bundles: bytes
     def __init__(self, bundles: _Optional[bytes] = ...) -> None: ...
 
+class Notice(_message.Message):
+    __slots__ = ("kind", "count", "text")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    kind: NoticeKind
+    count: int
+    text: str
+    def __init__(self, kind: _Optional[_Union[NoticeKind, str]] = ..., count: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class Trace(_message.Message):
+    __slots__ = ("id", "now_s", "spans")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NOW_S_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    now_s: float
+    spans: Spans
+    def __init__(self, id: _Optional[int] = ..., now_s: _Optional[float] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
+
 class Close(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("opened", "admitted", "grant", "refuse", "alive", "closed", "adopted")
+    __slots__ = ("opened", "admitted", "grant", "refuse", "alive", "closed", "adopted", "surrender", "batch", "ask_trace")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +348,9 @@ class DaemonMessage(_message.Message):
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
+    SURRENDER_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    ASK_TRACE_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     admitted: Admitted
     grant: Grant
@@ -213,7 +358,10 @@ class DaemonMessage(_message.Message):
     alive: Alive
     closed: Closed
     adopted: Adopted
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ...) -> None: ...
+    surrender: Surrender
+    batch: DaemonBatch
+    ask_trace: AskTrace
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., surrender: _Optional[_Union[Surrender, _Mapping]] = ..., batch: _Optional[_Union[DaemonBatch, _Mapping]] = ..., ask_trace: _Optional[_Union[AskTrace, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("session", "job", "arena_bytes", "frame_bytes", "bundle_cap_bytes", "flash_quota_bytes", "version")
@@ -258,7 +406,7 @@ class Adopted(_message.Message):
     def __init__(self, spec_id: _Optional[int] = ..., bundle: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("serial", "lane", "epoch", "bundle", "mode", "version", "runs", "answers")
+    __slots__ = ("serial", "lane", "epoch", "bundle", "mode", "version", "runs", "answers", "spec")
     SERIAL_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +415,7 @@ class Grant(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     serial: int
     lane: str
     epoch: int
@@ -275,7 +424,22 @@ class Grant(_message.Message):
     version: int
     runs: bytes
     answers: int
-    def __init__(self, serial: _Optional[int] = ..., lane: _Optional[str] = ..., epoch: _Optional[int] = ..., bundle: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., version: _Optional[int] = ..., runs: _Optional[bytes] = ..., answers: _Optional[int] = ...) -> None: ...
+    spec: int
+    def __init__(self, serial: _Optional[int] = ..., lane: _Optional[str] = ..., epoch: _Optional[int] = ..., bundle: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., version: _Optional[int] = ..., runs: _Optional[bytes] = ..., answers: _Optional[int] = ..., spec: _Optional[int] = ...) -> None: ...
+
+class Surrender(_message.Message):
+    __slots__ = ("lane",)
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    def __init__(self, lane: _Optional[str] = ...) -> None: ...
+
+class AskTrace(_message.Message):
+    __slots__ = ("id", "seconds")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    seconds: float
+    def __init__(self, id: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("lane", "answers", "code", "message")

@@ -44,6 +44,11 @@ class TierMemStub:
                 request_serializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/tiermem.rpc.v1.TierMem/GetTrace',
+                request_serializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetTraceResponse.FromString,
+                _registered_method=True)
         self.Session = channel.stream_stream(
                 '/tiermem.rpc.v1.TierMem/Session',
                 request_serializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.ClientMessage.SerializeToString,
@@ -68,6 +73,13 @@ class TierMemServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """What a job did lately, in the daemon and in its trainer. Needs no session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Session(self, request_iterator, context):
         """One session: two ordered queues. The first client message is Open; the session ends with the stream or the client's process.
         """
@@ -87,6 +99,11 @@ def add_TierMemServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetStatusRequest.FromString,
                     response_serializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetTraceRequest.FromString,
+                    response_serializer=tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetTraceResponse.SerializeToString,
             ),
             'Session': grpc.stream_stream_rpc_method_handler(
                     servicer.Session,
@@ -148,6 +165,33 @@ class TierMem:
             '/tiermem.rpc.v1.TierMem/GetStatus',
             tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetStatusRequest.SerializeToString,
             tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tiermem.rpc.v1.TierMem/GetTrace',
+            tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetTraceRequest.SerializeToString,
+            tiermem_dot_rpc_dot_v1_dot_tiermem__pb2.GetTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

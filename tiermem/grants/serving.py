@@ -1,0 +1,167 @@
+"""Who is granted what, when: open demands oldest first, then the predicted uses as far ahead as there is room.
+
+Demands never wait for what runs ahead: a demand voids the unused grants of its lane, and loads that nobody has asked
+for end by themselves. While a demand lacks room nothing is loaded or created ahead (C11).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from tiermem.bundle import BundleSpec, Mode
+from tiermem.grants.effects import Expedite, Load, WriteBack
+from tiermem.grants.holdings import Holdings
+from tiermem.grants.pins import Lane, OpenDemand
+from tiermem.grants.room import choose_evictions
+from tiermem.residency import IN_TRANSFER, BundleRecord, Event, State
+from tiermem.stats import EvictReason, StallCause
+
+ROOMS_AT_ONCE = 4
+"""Predicted uses for which room is made at a time. Each costs a look at every bundle, and room that is made long before
+it is needed is taken from what could have stayed.
+"""
+
+
+class Serving(Holdings):
+    """Holdings, and the rules by which they are handed out."""
+
+    def _serve(self) -> None:
+        """Answer what can be answered, oldest first; make room for the oldest that lacks it; run ahead."""
+        starved = False
+        for waiting in list(self.pins.open):
+            record, mode = self.bundles[waiting.bundle], waiting.demand.mode
+            if self._grantable(record, mode):
+                self._answer(waiting, record)
+            elif record.state in (State.FLASH, State.ABSENT) and not starved:
+                if self._make_room(record.frames, waiting):
+                    record.runs = self._frames.take(record.frames)
+                    if record.state == State.ABSENT:
+                        record.apply(Event.CREATE)
+                        self._answer(waiting, record)
+                    else:
+                        record.apply(Event.LOAD)
+                        waiting.waited_for = StallCause.LOAD
+                        self._effects.append(Load(record.bundle_id))
+                else:
+                    starved = True  # a younger demand must not take the frames that this one waits for
+                    waiting.waited_for = StallCause.ROOM
+            elif waiting.waited_for is None:
+                waiting.waited_for = StallCause.LOAD if record.state == State.LOADING else StallCause.ROOM
+                if record.state in IN_TRANSFER:
+                    self._effects.append(Expedite(record.bundle_id))
+        if not starved and not self.ahead_paused:
+            for lane in self.lanes.values():
+                self._run_ahead(lane)
+
+    def _answer(self, waiting: OpenDemand, record: BundleRecord) -> None:
+        demand = waiting.demand
+        self.pins.open.remove(waiting)
+        self._grant(demand.lane, record, demand.mode, demand.epoch, waiting.waited_for)
+
+    def _make_room(self, need: int, waiting: OpenDemand) -> bool:
+        """Drop clean bundles and start write-backs until `need` frames are free or on their way; True if they are free
+        now. What was begun at leisure is hastened when the demand begins to wait for it.
+        """
+        free = self._frames.free_frames
+        if free < need:
+            bundles, stay = self.bundles.values(), self.pins.stay()
+            chosen = choose_evictions(need, free, bundles, stay, self._placement, self._flash_quota_frames)
+            assert chosen is not None, f"{need} frames demanded, but {free} and all that can leave are fewer"
+            if waiting.waited_for is None:
+                self._effects.extend(map(Expedite, chosen.awaited))
+            self._evict(chosen.drop, chosen.write, EvictReason.DEMAND, -math.inf)
+        return self._frames.free_frames >= need
+
+    def _evict(self, drop: Iterable[int], write: Iterable[int], reason: EvictReason, due_s: float) -> None:
+        for bundle in drop:
+            self.bundles[bundle].apply(Event.DROP)
+            self._release_frames(self.bundles[bundle])
+            self.evictions[reason] += 1
+        for bundle in write:
+            self.bundles[bundle].apply(Event.WRITE)
+            self._effects.append(WriteBack(bundle, due_s))
+
+    # -- ahead of demands
+
+    def _run_ahead(self, lane: Lane) -> None:
+        """Grant what is resident and load or create what is not, in the predicted order, each bundle for its next use.
+
+        Only bundles that are needed later may leave for it. A use that lacks frames does not hold up those behind it
+        that are resident already; frames for it come first.
+        """
+        unused = self.pins.unused(lane.name)
+        mine = self.pins.of_lane(lane.name)
+        pinned = sum(self.bundles[b].frames for b in mine)
+        stay = self.pins.stay()  # and, as the walk goes on, what is needed sooner
+        seen: set[int] = set()  # forms
+        ahead = short = lacking = 0  # frames; uses without frames, and what these lack
+        for use in self.foresight.upcoming(lane.name):
+            if use.spec in seen:
+                continue
+            seen.add(use.spec)
+            spec, record = self.specs.get(use.spec), self.bundles.get(self.newest.get(use.spec, 0))
+            if spec is None or (record is None and not use.mode.writes):
+                continue  # nothing to read: another prediction that is wrong
+            frames = record.frames if record is not None else self._frames_for(spec.nbytes)
+            ahead += frames
+            if ahead > self.ahead_frames:
+                return
+            mode = Mode.UPDATE if use.mode.writes else Mode.READ
+            if record is not None:
+                stay.add(record.bundle_id)
+                granted = unused.get(record.bundle_id)
+                if record.version == 0 or (granted is not None and granted.covers(mode)):
+                    continue
+            if (record is None or (mode.writes and not record.charged)) and not self._fits_flash(frames):
+                continue  # before anything is done for it: what is loaded is granted, or it could leave and come again
+            cost = 0 if record is not None and record.bundle_id in mine else frames
+            if pinned + cost > lane.room_frames:
+                return
+            pinned += cost  # whether it is granted now or when its transfer has ended
+            if record is None or record.state == State.FLASH:
+                if short == ROOMS_AT_ONCE:
+                    continue
+                lacking += frames
+                if not self._clear(lacking, stay, use.due_s):
+                    return
+                if short or self._frames.free_frames < frames:
+                    short += 1
+                    continue
+                lacking = 0
+                record = self._fetch(record, spec, use.due_s)
+            if record.state == State.BLANK:
+                mode = Mode.CREATE
+            elif record.state not in (State.CLEAN, State.DIRTY):
+                continue  # it comes, or leaves for a use that is nearer: a grant would hold it
+            record.charged = record.charged or mode.writes
+            stay.add(record.bundle_id)
+            self.pushes += 1
+            self._grant(lane.name, record, mode, 0, None)
+
+    def _fetch(self, record: BundleRecord | None, spec: BundleSpec, due_s: float) -> BundleRecord:
+        """Take frames for a bundle and have them filled, or make it."""
+        if record is not None:
+            record.runs = self._frames.take(record.frames)
+            record.apply(Event.LOAD)
+            self._placement.used(record.bundle_id)
+            self._effects.append(Load(record.bundle_id, due_s))
+            return record
+        made = self._new_bundle(spec)
+        made.runs = self._frames.take(made.frames)
+        made.apply(Event.CREATE)
+        self._enter(made)
+        self.creates += 1
+        return made
+
+    def _clear(self, need: int, stay: set[int], due_s: float) -> bool:
+        """Send bundles that are needed later on their way, for `need` frames; False where they are too few."""
+        free = self._frames.free_frames
+        if free >= need:
+            return True
+        bundles = self.bundles.values()
+        chosen = choose_evictions(need, free, bundles, stay, self._placement, self._flash_quota_frames)
+        if chosen is None:
+            return False
+        self._evict(chosen.drop, chosen.write, EvictReason.LOOKAHEAD, due_s)
+        return True

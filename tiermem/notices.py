@@ -1,0 +1,42 @@
+"""What a trainer tells the daemon about itself, for metrics and for who looks at the daemon only."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+MAX_NOTICES = 64
+"""Messages with notices in one session: a trainer sends one of each kind at attach, and few later."""
+
+MAX_COUNT = 1 << 20
+MAX_TEXT = 1000
+
+
+class NoticeKind(enum.StrEnum):
+    """As they are called in metrics. All but the last are fallbacks: the result is the same, the way another.
+
+    COMPILED_ACROSS_UNITS: what torch.compile makes of the model is cut at the units, so results may differ in the last
+    bits.
+    """
+
+    PAGE_MOVES = "page_moves"
+    STORAGE_SWITCH = "storage_switch"
+    FILE_REFUSED = "file_refused"
+    FILE_CHANGED = "file_changed"
+    COMPILED_ACROSS_UNITS = "compiled_across_units"
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is bit for bit that of the plain script all the same."""
+        return self is not NoticeKind.COMPILED_ACROSS_UNITS
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something of this kind happened `count` times (1 .. MAX_COUNT); `text` (at most MAX_TEXT characters) says what,
+    the first time.
+    """
+
+    kind: NoticeKind
+    text: str
+    count: int = 1
