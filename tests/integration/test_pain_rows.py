@@ -769,6 +769,19 @@ def test_row_55_random_experts(checkpointed: bool, served: Served) -> None:
     served.same(script)
 
 
+def test_row_55_wrong_predictions_are_counted(served: Served) -> None:
+    torch.manual_seed(0)
+    model = Experts()
+    optimizer, data = torch.optim.AdamW(model.parameters(), lr=3e-3), batches(1)
+    with tiermem.attach(model, optimizer, dram=served.dram, endpoint=served.daemon.endpoint, job="experts") as job:
+        for _ in range(8):
+            default_loss(model, next(data)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = job.stats().predictions
+    assert counted["wrong"] > 0 and counted["right"] > 0, counted
+
+
 def test_row_60_a_model_of_very_many_tensors(served: Served) -> None:
     """Its table of tensors is larger than a message of gRPC may be: it travels in several."""
     names = [f"{'x' * 200}_{i}" for i in range(24_000)]
