@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from benchmarks import example, placement, resident
+from benchmarks import example, grant_path, placement, resident
 from benchmarks.report import Report, write_json
 
 
@@ -30,7 +30,12 @@ class Benchmark(Protocol):
         """Measure. Raises SystemExit with a text where there is nothing to report."""
 
 
-BENCHMARKS: dict[str, Benchmark] = {"example": example, "resident": resident, "placement": placement}
+BENCHMARKS: dict[str, Benchmark] = {
+    "example": example,
+    "resident": resident,
+    "placement": placement,
+    "grant_path": grant_path,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
