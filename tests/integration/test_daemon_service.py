@@ -169,7 +169,8 @@ _MOVING = (
 
 
 def test_metrics_while_a_job_runs(tmp_path: Path) -> None:
-    with serve(tmp_path, options=["--metrics-port", "0"]) as daemon:
+    on_demand = {"TIERMEM_PLACEMENT__LOOKAHEAD": "0"}  # so that there are misses in every step
+    with serve(tmp_path, options=["--metrics-port", "0"], environ=on_demand) as daemon:
         text, before = metrics_of(daemon)
         assert {name: before[name] for name in _FROM_THE_START} == dict.fromkeys(_FROM_THE_START, 0.0)
         assert before['tiermem_tier_capacity_bytes{tier="dram"}'] == 8 * MIB

@@ -39,6 +39,9 @@ def only(errors: list[TiermemError], kind: type[TiermemError], *texts: str) -> N
             assert text in str(error), str(error)
 
 
+ON_DEMAND = {"TIERMEM_PLACEMENT__LOOKAHEAD": "0"}
+"""Every transfer is somebody's who waits, so its error is seen."""
+
 # -- faults that go away: the same job goes on
 
 
@@ -59,7 +62,7 @@ def test_a_fault_that_passes_costs_nothing(tmp_path: Path, operation: str, actio
     """In forward, backward or update, wherever the n-th call happens to be."""
     kind = TierFull if action == "ENOSPC" else TierIOError
     script = once_each(operation, first, 6, action)
-    with serve(tmp_path, options=["--fault-script", script]) as daemon:
+    with serve(tmp_path, options=["--fault-script", script], environ=ON_DEMAND) as daemon:
         model, optimizer, data = make()
         job = tiermem.attach(model, optimizer, dram=DRAM, endpoint=daemon.endpoint)
         try:
@@ -75,6 +78,23 @@ def test_a_fault_that_passes_costs_nothing(tmp_path: Path, operation: str, actio
         if operation.startswith("os."):
             assert stats.directories[0].errors == {action: 6}
         assert stats.errors[kind.code] >= len(errors)
+        within(2, daemon.left_of_jobs)
+
+
+@pytest.mark.parametrize("operation", ["os.pwritev", "os.preadv"])
+def test_a_fault_ahead_of_need_costs_nothing(tmp_path: Path, operation: str) -> None:
+    """What was moved ahead of its use is moved again when it is needed; who waits for it by then sees the error."""
+    with serve(tmp_path, options=["--fault-script", once_each(operation, 60, 6, "EIO")]) as daemon:
+        model, optimizer, data = make()
+        job = tiermem.attach(model, optimizer, dram=DRAM, endpoint=daemon.endpoint)
+        try:
+            errors = train_stubbornly(model, optimizer, data, 4)
+            job.detach()
+        finally:
+            job.close()
+        assert all(type(error) is TierIOError for error in errors), errors
+        assert daemon.stats().directories[0].errors == {"EIO": 6}
+        assert fingerprint(model, optimizer) == plain_fingerprint(4), [str(e) for e in errors]
         within(2, daemon.left_of_jobs)
 
 
@@ -216,7 +236,7 @@ def test_a_directory_in_memory_is_refused() -> None:
 
 
 def test_a_flipped_bit_is_data_loss_never_zeros(tmp_path: Path) -> None:
-    with serve(tmp_path, options=["--fault-script", "os.preadv:30:flip"]) as daemon:
+    with serve(tmp_path, options=["--fault-script", "os.preadv:30:flip"], environ=ON_DEMAND) as daemon:
         model, optimizer, data = make()
         job = tiermem.attach(model, optimizer, dram=DRAM, endpoint=daemon.endpoint)
         try:

@@ -152,7 +152,11 @@ _ENDS = {
     "sys.exit in the loop": (_FORWARD.format("sys.exit(3)"), 3),
     "os._exit": ("os._exit(4)", 4),
     "SIGTERM": ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", -signal.SIGTERM),
-    "SIGINT in forward": (_FORWARD.format("os.kill(os.getpid(), signal.SIGINT)"), -signal.SIGINT),
+    "SIGINT in forward": (  # a shell's background jobs are born deaf to it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        + _FORWARD.format("os.kill(os.getpid(), signal.SIGINT)"),
+        -signal.SIGINT,
+    ),
     "kill -9": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
     "the daemon was killed": ("os.kill(job.daemon.pid, signal.SIGKILL)" + _TRAIN, 1),
     "the daemon was killed, nothing used since": ("os.kill(job.daemon.pid, signal.SIGKILL)", 0),

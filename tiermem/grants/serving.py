@@ -22,6 +22,9 @@ ROOMS_AT_ONCE = 4
 it is needed is taken from what could have stayed.
 """
 
+GRANTS_AHEAD = 8
+"""Unused grants of a lane. More are sent as these are used; a demand voids them all, so many would be sent in vain."""
+
 
 class Serving(Holdings):
     """Holdings, and the rules by which they are handed out."""
@@ -95,7 +98,8 @@ class Serving(Holdings):
         pinned = sum(self.bundles[b].frames for b in mine)
         stay = self.pins.stay()  # and, as the walk goes on, what is needed sooner
         seen: set[int] = set()  # forms
-        ahead = short = lacking = 0  # frames; uses without frames, and what these lack
+        ahead = short = lacking = 0  # frames; uses without frames, and what they and such as are to be made will take
+        sent = len(unused)
         for use in self.foresight.upcoming(lane.name):
             if use.spec in seen:
                 continue
@@ -125,18 +129,23 @@ class Serving(Holdings):
                 lacking += frames
                 if not self._clear(lacking, stay, use.due_s):
                     return
-                if short or self._frames.free_frames < frames:
+                if record is None and sent >= GRANTS_AHEAD:
+                    continue  # its frames are kept free: what is made is granted
+                if short or self._frames.free_frames < lacking:
                     short += 1
                     continue
-                lacking = 0
+                lacking -= frames
                 record = self._fetch(record, spec, use.due_s)
             if record.state == State.BLANK:
                 mode = Mode.CREATE
             elif record.state not in (State.CLEAN, State.DIRTY):
                 continue  # it comes, or leaves for a use that is nearer: a grant would hold it
+            elif sent >= GRANTS_AHEAD:
+                continue
             record.charged = record.charged or mode.writes
             stay.add(record.bundle_id)
             self.pushes += 1
+            sent += 1
             self._grant(lane.name, record, mode, 0, None)
 
     def _fetch(self, record: BundleRecord | None, spec: BundleSpec, due_s: float) -> BundleRecord:

@@ -77,6 +77,18 @@ class ArmedFaults(FaultScript):
             return action
 
 
+FAULTS = st.sampled_from(
+    [
+        ("read", errno.EIO),
+        ("read", Spoil.FLIP),
+        ("write", errno.EIO),
+        ("write", errno.ENOSPC),
+        ("reserve", errno.ENOSPC),
+        ("reserve", errno.EIO),
+    ]
+)
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Invariant: bytes under a lease that is not being written are the newest committed ones, faults or not.
 
@@ -244,10 +256,16 @@ class StoreMachine(RuleBasedStateMachine):
         for bundle in self.acquire([(spec, SIZES[spec], Mode.CREATE)]):
             self.release(bundle)
 
-    @rule(choices=st.lists(st.integers(0, 999), min_size=1, max_size=5), mode=st.sampled_from([Mode.READ, Mode.UPDATE]))
-    def lease_several(self, choices: list[int], mode: Mode) -> None:
+    @rule(
+        choices=st.lists(st.integers(0, 999), min_size=1, max_size=5),
+        mode=st.sampled_from([Mode.READ, Mode.UPDATE]),
+        fault=st.none() | FAULTS,
+    )
+    def lease_several(self, choices: list[int], mode: Mode, fault: tuple[str, Spoil | int] | None) -> None:
         if not self.idle():
             return
+        if fault is not None:
+            self.faults.arm(*fault)
         chosen = {self.pick(self.idle(), choice) for choice in choices}
         for bundle in self.acquire([(b, self.sizes[b], mode) for b in sorted(chosen)]):
             assert self.bytes_of(bundle) == self.committed[bundle], f"bundle {bundle} read back wrong"
@@ -307,18 +325,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.table.discard(chosen)
         self.send()
 
-    @rule(
-        fault=st.sampled_from(
-            [
-                ("read", errno.EIO),
-                ("read", Spoil.FLIP),
-                ("write", errno.EIO),
-                ("write", errno.ENOSPC),
-                ("reserve", errno.ENOSPC),
-                ("reserve", errno.EIO),
-            ]
-        )
-    )
+    @rule(fault=FAULTS)
     def arm(self, fault: tuple[str, Spoil | int]) -> None:
         self.faults.arm(*fault)
 
