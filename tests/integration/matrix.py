@@ -111,6 +111,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16 autocast": {"autocast": True},
     "fp16 GradScaler": {"autocast": True, "autocast_dtype": torch.float16, "scaler": True},
 }
+HALF_PRECISION_DRAM = "1MiB"  # the state has half the bytes, and must not fit either
 MICROBATCHES = {"1 microbatch": 1, "3 microbatches": 3}
 CHECKPOINTING = {"keeps activations": "", "reentrant": "reentrant", "non-reentrant": "nonreentrant"}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -186,7 +187,7 @@ def script(case: Case) -> Script:
         microbatches=MICROBATCHES[case["microbatches"]],
         loss=model.loss,
         between=(lambda step, module, opt, data: gradients(module)) if scaled else None,  # fused updates unscale them
-        dram=model.dram,
+        dram=HALF_PRECISION_DRAM if case["precision"] == "bf16" else model.dram,
         **PRECISIONS[case["precision"]],
         **SETTINGS[settings],
     )
