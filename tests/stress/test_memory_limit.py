@@ -45,7 +45,7 @@ with PeakAnonymous() as peak:
     for parameter in model.parameters():
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy())
 state = sum(p.numel() for p in model.parameters()) * 16
-X
+seen = {"losses": losses, "norms": norms, "sha": digest.hexdigest()}
 print(json.dumps({**seen, "state": state, "peak": peak.peak_bytes}))
 if job is not None:
     job.close()
