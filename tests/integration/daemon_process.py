@@ -308,11 +308,6 @@ def torch_exit_s(directory: Path) -> float:
         return time.monotonic() - ending_s
 
 
-def addable_s(limit_s: float, torch_s: float) -> float:
-    """What tiermem may add to an end for which torch needs `torch_s`: `limit_s`, or on a loaded machine twice that."""
-    return max(limit_s, 2 * torch_s)
-
-
 def alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
