@@ -166,8 +166,7 @@ class Residency:
         old = bundle.lease
         if old is None:
             self.session.address_space.map(bundle.range, bundle.offset_bytes, lease.grant.runs)
-        bundle.lease, bundle.bundle_id = lease, lease.grant.bundle
-        bundle.version = max(bundle.version, lease.grant.version)  # a grant that came ahead may be older than a commit
+        bundle.lease, bundle.bundle_id, bundle.version = lease, lease.grant.bundle, lease.grant.version
         bundle.holders += 1
         self._idle.pop(bundle, None)
         if old is not None:  # an upgrade: the reading lease of the same frames ends
@@ -184,8 +183,9 @@ class Residency:
 
     def accessed(self, unit: str, phase: Phase, training: bool = True) -> None:
         """What is acquired from now on belongs to this. Not said where nothing will ever have to move, and once for all
-        nodes of a unit's backward; the trace has it in any case.
+        nodes of a unit's backward; the trace has it in any case. Raises as `Session.check_usable`.
         """
+        self.session.check_usable()  # first: a forked child may have the trace's lock from a thread that is not there
         with self.session.lock:
             self.units.began(unit, phase)
             if self.keeps_idle:

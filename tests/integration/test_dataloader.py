@@ -169,6 +169,25 @@ def test_forked_children(dram: str, served: Served) -> None:
     assert differences(plain, managed) == []
 
 
+@pytest.mark.parametrize("dram", ["1MiB", "8MiB"], ids=["spilled", "resident"])
+def test_a_child_forked_while_the_trace_is_written_does_not_wait_for_it(dram: str, served: Served) -> None:
+    model, optimizer = made()
+    with tiermem.attach(model, optimizer, dram=dram, endpoint=served.daemon.endpoint, job=f"forking-{dram}") as job:
+        train(model, optimizer, batches(1), 1)
+        told: list[tuple[str, int]] = []
+
+        def fork_and_forward(module: Any, args: Any) -> None:
+            hook.remove()
+            with job.residency.session.trace._lock:  # as if another thread had it at that moment
+                told.append(in_child(lambda: model(torch.zeros(1, 4, dtype=torch.long))))
+
+        inside = next(m for m in model.blocks[1].modules() if isinstance(m, torch.nn.Linear))
+        hook = inside.register_forward_pre_hook(fork_and_forward)
+        train(model, optimizer, batches(1), 1)
+        ((text, code),) = told
+        assert (text[:11], code) == ("Unsupported", 0), f"{text!r}, exit code {code}"
+
+
 def test_two_jobs_in_one_process(served: Served) -> None:
     """Steps of two models alternate; one goes on after the other has ended."""
 
