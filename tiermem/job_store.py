@@ -7,6 +7,7 @@ the order in which the ledger decided them, under the lock; `wake` is called aft
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections import Counter, deque
@@ -35,6 +36,8 @@ from tiermem.tiers.flash_directory import FlashDirectory
 from tiermem.tiers.os_calls import LinuxCalls
 from tiermem.tiers.source_file import SourceFile
 from tiermem.trace import Span, TraceRing
+
+_log = logging.getLogger("tiermem.job_store")
 
 MAX_FILES = 256
 """Descriptors of a client that one job keeps open."""
@@ -250,7 +253,9 @@ class JobStore:
         flight = self._flights[bundle] = _Flight(transfer)
         return flight
 
-    def _perform(self, work: _Work) -> None:
+    def _perform(self, work: _Work, failure: str = "") -> None:
+        if failure:
+            _log.warning("job %r: %s", self.job, failure)
         for flight in work.submit:
             ticket = self._mover.submit(flight.transfer)
             with self._lock:
@@ -280,13 +285,22 @@ class JobStore:
     def _load_done(self, bundle: int, error: TiermemError | None) -> None:
         with self._lock:
             del self._flights[bundle]
+            failure = self._failure(bundle, error)
             effects = self._ledger.loaded(bundle) if error is None else self._ledger.load_failed(bundle, error)
             work = self._prepare(effects)
-        self._perform(work)
+        self._perform(work, failure)
+
+    def _failure(self, bundle: int, error: TiermemError | None) -> str:
+        """Under the lock: what to log afterwards; where nobody waits nobody else is told. Empty where all went well."""
+        if error is None:
+            return ""
+        waited = "while it was waited for" if self._ledger.pins.open else "ahead of need"
+        return f"{self._ledger.bundles[bundle].spec}, {waited}; nothing runs ahead until the next demand: {error}"
 
     def _write_done(self, bundle: int, copy: CopyInProgress, error: TiermemError | None) -> None:
         with self._lock:
             del self._flights[bundle]
+            failure = self._failure(bundle, error)
             superfluous = copy.extent
             if error is None and self._ledger.bundles[bundle].state != State.DOOMED:
                 assert copy.extent is not None
@@ -297,7 +311,7 @@ class JobStore:
                 self._flash.free(superfluous)
             effects = self._ledger.written(bundle) if error is None else self._ledger.write_failed(bundle, error)
             work = self._prepare(effects)
-        self._perform(work)
+        self._perform(work, failure)
 
     # -- the end, and what it looks like
 

@@ -94,6 +94,8 @@ def test_a_fault_ahead_of_need_costs_nothing(tmp_path: Path, operation: str) -> 
             job.close()
         assert all(type(error) is TierIOError for error in errors), errors
         assert daemon.stats().directories[0].errors == {"EIO": 6}
+        assert daemon.log_path.read_text().count("EIO") >= len(errors), "a fault that nobody waited for is logged"
+        assert "nothing runs ahead until the next demand" in daemon.log_path.read_text()
         assert fingerprint(model, optimizer) == plain_fingerprint(4), [str(e) for e in errors]
         within(2, daemon.left_of_jobs)
 
