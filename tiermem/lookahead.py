@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from tiermem.bundle import Mode
+from tiermem.bundle import BundleSpec, Mode
 from tiermem.forecast import MAX_ACCESSES, Forecast
 from tiermem.grants.foresight import Use
 from tiermem.placement.base import Placement
@@ -109,10 +109,10 @@ class Lookahead:
         if len(self._durations_s) > MAX_ACCESSES:
             del self._durations_s[next(iter(self._durations_s))]
 
-    def used(self, lane: str, spec: int, mode: Mode) -> None:
-        self._forecast.leased(lane, BundleUse(spec, mode, 0))
+    def used(self, lane: str, spec: BundleSpec, mode: Mode) -> None:
+        self._forecast.leased(lane, BundleUse(spec.spec_id, mode, spec.nbytes))
         if lane in self._now:
-            self._now[lane].left.pop(spec, None)
+            self._now[lane].left.pop(spec.spec_id, None)
 
     def upcoming(self, lane: str) -> Iterator[Use]:
         now = self._now.get(lane)

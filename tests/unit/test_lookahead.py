@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tiermem.bundle import Mode
+from tiermem.bundle import BundleSpec, Kind, Mode
 from tiermem.lookahead import HORIZON, Lookahead, LookaheadOptions, Policy, placement_for
 from tiermem.placement.belady import Belady
 from tiermem.placement.lru import LeastRecentlyUsed
@@ -21,6 +21,10 @@ GRADS = {unit: spec + 10 for unit, spec in SPECS.items()}
 SECONDS = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2.0}
 
 
+def spec(number: int) -> BundleSpec:
+    return BundleSpec(number, Kind.PARAM, "unit", 64)
+
+
 class Lane:
     """Plays a lane: steps of three units forward and back, in which every access uses its bundles at once."""
 
@@ -31,9 +35,9 @@ class Lane:
     def access(self, unit: str, phase: Phase, uses: bool = True) -> None:
         self.lookahead.accessed(LANE, Access(unit, phase))
         if uses:
-            self.lookahead.used(LANE, SPECS[unit], Mode.READ)
+            self.lookahead.used(LANE, spec(SPECS[unit]), Mode.READ)
             if phase == Phase.BACKWARD:
-                self.lookahead.used(LANE, GRADS[unit], Mode.CREATE)
+                self.lookahead.used(LANE, spec(GRADS[unit]), Mode.CREATE)
             self.clock.advance(SECONDS[phase])
 
     def step(self) -> None:
@@ -54,7 +58,7 @@ def lane() -> Lane:
 
 def test_nothing_is_foreseen_before_anything_repeats(lane: Lane) -> None:
     assert lane.upcoming(9) == []
-    lane.lookahead.used(LANE, 1, Mode.READ)  # adopting a model: no access is under way
+    lane.lookahead.used(LANE, spec(1), Mode.READ)  # adopting a model: no access is under way
     lane.access("a", Phase.FORWARD)
     assert lane.upcoming(9) == []
     assert lane.lookahead.next_use(1) is None
@@ -85,7 +89,7 @@ def test_what_the_access_under_way_has_used_is_behind(lane: Lane) -> None:
         lane.step()
     lane.lookahead.accessed(LANE, Access("a", Phase.FORWARD))
     assert lane.lookahead.next_use(1) == 0
-    lane.lookahead.used(LANE, 1, Mode.READ)
+    lane.lookahead.used(LANE, spec(1), Mode.READ)
     assert lane.lookahead.next_use(1) == 5, "its backward"
     assert lane.lookahead.next_use(2) == 1
     assert lane.lookahead.next_use(99) is None

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from tiermem.bundle import Mode
+from tiermem.bundle import BundleSpec, Mode
 from tiermem.plan import Access
 
 
@@ -28,7 +28,7 @@ class Foresight(Protocol):
     def accessed(self, lane: str, access: Access) -> None:
         """The lane begins an access; the uses that follow belong to it."""
 
-    def used(self, lane: str, spec: int, mode: Mode) -> None:
+    def used(self, lane: str, spec: BundleSpec, mode: Mode) -> None:
         """The lane uses a bundle of this form."""
 
     def upcoming(self, lane: str) -> Iterable[Use]:
@@ -41,7 +41,7 @@ class NothingForeseen:
     def accessed(self, lane: str, access: Access) -> None:
         pass
 
-    def used(self, lane: str, spec: int, mode: Mode) -> None:
+    def used(self, lane: str, spec: BundleSpec, mode: Mode) -> None:
         pass
 
     def upcoming(self, lane: str) -> Iterable[Use]:

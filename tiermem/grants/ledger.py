@@ -147,7 +147,7 @@ class GrantLedger(Serving):
             self.misses += 1
         self.pins.open.append(OpenDemand(demand, record.bundle_id))
         self.ahead_paused = False
-        self.foresight.used(demand.lane, record.spec.spec_id, demand.mode)
+        self.foresight.used(demand.lane, record.spec, demand.mode)
 
     def _lane(self, name: str, epoch: int) -> Lane:
         """The lane that begins an epoch. Raises ProtocolError unless there is one, and the epoch is new."""
@@ -176,7 +176,7 @@ class GrantLedger(Serving):
             pin = self.pins.granted[serial]
             self.pushes_used += pin.pushed
             pin.pushed = False
-            self.foresight.used(pin.lane, self.bundles[pin.bundle].spec.spec_id, pin.mode)
+            self.foresight.used(pin.lane, self.bundles[pin.bundle].spec, pin.mode)
             self._placement.used(pin.bundle)
 
     def shrink(self, name: str, target_frames: int) -> list[Effect]:

@@ -137,7 +137,7 @@ class _Oracle:
     def accessed(self, lane: str, access: Access) -> None:
         pass
 
-    def used(self, lane: str, spec: int, mode: Mode) -> None:
+    def used(self, lane: str, spec: BundleSpec, mode: Mode) -> None:
         pass
 
     def upcoming(self, lane: str) -> Iterable[Use]:

@@ -43,8 +43,8 @@ class Foreseen:
     def accessed(self, lane: str, access: Access) -> None:
         self.told.append((lane, access))
 
-    def used(self, lane: str, spec: int, mode: Mode) -> None:
-        self.told.append((lane, spec, mode))
+    def used(self, lane: str, spec: BundleSpec, mode: Mode) -> None:
+        self.told.append((lane, spec.spec_id, mode))
 
     def upcoming(self, lane: str) -> Iterable[Use]:
         return self.uses.get(lane, [])
