@@ -129,8 +129,7 @@ class SavedTensorHooks:
                 _check_version(packed.counter(), packed.version, packed.size, packed.dtype)
                 group = packed.storage.group
                 assert group is not None
-                self.residency.accessed(group.unit, Phase.BACKWARD)
-                self.hold(group.owner, group.bundles)
+                self.hold(group.owner, group.bundles, group.unit)
                 if torch.is_grad_enabled():
                     self._push_for_this_node()
                 empty = torch.empty(0, dtype=packed.dtype)
@@ -152,9 +151,9 @@ class SavedTensorHooks:
             self._pack_in_backward, unpack = self._pair(top)
             _autograd._push_saved_tensors_default_hooks(self._pack_in_backward, unpack)
 
-    def hold(self, owner: object, bundles: list[Bundle]) -> bool:
+    def hold(self, owner: object, bundles: list[Bundle], backward_of: str | None = None) -> bool:
         """Lease for the node that runs now, and let go of what earlier nodes of other owners held. True if this node
-        did not hold for the owner before.
+        did not hold for the owner before. `backward_of`: the unit whose backward this is.
         """
         with self.residency.session.lock:
             task, node = torch._C._current_graph_task_id(), torch._C._current_autograd_node()
@@ -164,6 +163,8 @@ class SavedTensorHooks:
                 _refuse_compiled_autograd()
                 self._tasks.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_task(task))
+            if backward_of is not None:
+                self.residency.accessed(backward_of, Phase.BACKWARD)
             mine = next((h for h in self._holds if h.task == task and h.owner is owner), None)
             if mine is not None and len(self._holds) == 1 and all(bundle in mine.bundles for bundle in bundles):
                 first, mine.node = mine.node is not node, node  # the usual case: the same unit goes on
