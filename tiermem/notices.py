@@ -23,6 +23,7 @@ class NoticeKind(enum.StrEnum):
     STORAGE_SWITCH = "storage_switch"
     FILE_REFUSED = "file_refused"
     FILE_CHANGED = "file_changed"
+    COMPILE_UNSEEN = "compile_unseen"
     COMPILED_ACROSS_UNITS = "compiled_across_units"
 
     @property

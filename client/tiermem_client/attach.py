@@ -21,7 +21,7 @@ from tiermem.errors import InvalidArgument, TiermemError, Unsupported
 from tiermem.layout import arena_layout
 from tiermem.notices import NoticeKind
 from tiermem.units import MIB, format_size, parse_size
-from tiermem_client import storage_swap
+from tiermem_client import compiled, storage_swap
 from tiermem_client.address_space import Mechanism
 from tiermem_client.channel import dial, resolve_endpoint
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
@@ -248,6 +248,9 @@ def _note_mechanisms(job: Job) -> None:
         job.note(NoticeKind.PAGE_MOVES, f"address space: {moves}")
     if (switch := storage_swap.self_test()) is not storage_swap.Mechanism.SWAP:
         job.note(NoticeKind.STORAGE_SWITCH, f"storage: {switch}")
+    if not compiled.SEES_REGIONS:
+        text = f"torch {torch.__version__}: a compile across units would not be noticed (its results may differ)"
+        job.note(NoticeKind.COMPILE_UNSEEN, text)
 
 
 def _build(

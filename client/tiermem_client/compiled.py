@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
 from torch._compile import _disable_dynamo
 
 from tiermem.errors import Unsupported
@@ -23,14 +22,26 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _CUT_IS_EXACT = frozenset({"eager", "aot_eager"})  # one kernel per operation, wherever a graph ends
 _DEPTH = 8
 
+try:
+    from torch._C._dynamo import eval_frame as _frames
+
+    _skip_only_this = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+    _callback = _frames.get_eval_frame_callback
+    _set_strategy = _frames.set_code_exec_strategy
+    SEES_REGIONS = True
+except (ImportError, AttributeError):
+    SEES_REGIONS = False
+"""Whether torch has the private calls by which a compiled region can be told; where it has not, attach notes it."""
+
 
 def not_traced(function: _F) -> _F:
     """Dynamo neither traces nor inlines `function`, and what compiles around it stays visible inside (unlike in
-    `torch._dynamo.disable`); what it calls must be disabled. Does not import torch._dynamo.
+    `torch._dynamo.disable`, which is what it is where `SEES_REGIONS` is false); what it calls must be disabled. Does
+    not import torch._dynamo.
     """
-    frames: Any = eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(function.__code__, skip)
+    if not SEES_REGIONS:
+        return _disable_dynamo(function)  # type: ignore[return-value]
+    _set_strategy(function.__code__, _skip_only_this)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
@@ -38,9 +49,9 @@ def not_traced(function: _F) -> _F:
 @not_traced
 def region() -> object | None:
     """The compiled region that this thread is in, as dynamo's callback for it: one object per torch.compile. None
-    outside. Costs one call.
+    outside, and where torch cannot say. Costs one call.
     """
-    callback: object = eval_frame.get_eval_frame_callback()
+    callback: object = _callback() if SEES_REGIONS else None
     return callback if callable(callback) else None
 
 

@@ -31,6 +31,7 @@ class NoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOTICE_KIND_FILE_REFUSED: _ClassVar[NoticeKind]
     NOTICE_KIND_FILE_CHANGED: _ClassVar[NoticeKind]
     NOTICE_KIND_COMPILED_ACROSS_UNITS: _ClassVar[NoticeKind]
+    NOTICE_KIND_COMPILE_UNSEEN: _ClassVar[NoticeKind]
 
 class AccessKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -55,6 +56,7 @@ NOTICE_KIND_STORAGE_SWITCH: NoticeKind
 NOTICE_KIND_FILE_REFUSED: NoticeKind
 NOTICE_KIND_FILE_CHANGED: NoticeKind
 NOTICE_KIND_COMPILED_ACROSS_UNITS: NoticeKind
+NOTICE_KIND_COMPILE_UNSEEN: NoticeKind
 ACCESS_KIND_UNSPECIFIED: AccessKind
 ACCESS_KIND_FORWARD: AccessKind
 ACCESS_KIND_BACKWARD: AccessKind
