@@ -15,6 +15,13 @@ class Link(enum.StrEnum):
     DRAM_TO_FLASH = "dram_to_flash"
 
 
+class DeviceLink(enum.StrEnum):
+    """Directed paths between DRAM and a device; the trainer moves the bytes."""
+
+    DRAM_TO_DEVICE = "dram_to_device"
+    DEVICE_TO_DRAM = "device_to_dram"
+
+
 class EvictReason(enum.StrEnum):
     """Why a bundle left DRAM."""
 

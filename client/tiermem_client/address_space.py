@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from tiermem.errors import InvalidArgument, TiermemError
+from tiermem.errors import InvalidArgument, TiermemError, Unsupported
 from tiermem.units import round_up
 from tiermem_client.page_moves import (
     HUGE_BYTES,
@@ -105,7 +105,7 @@ class AddressSpace:
             os.close(fd)
         self.mechanism = mover.mechanism
         self._mover: Mover | None = mover  # None once closed
-        self._frame_bytes = frame_bytes
+        self.frame_bytes = frame_bytes
         self._addresses = [0] * (arena_bytes // frame_bytes)  # where each frame is; 0 is home
         self._ranges: dict[int, Range] = {}
         self._places: dict[int, list[int]] = {}  # of each range: the frame at each place
@@ -120,11 +120,11 @@ class AddressSpace:
         self._open_mover()
         if nbytes <= 0:
             raise InvalidArgument(f"a range of {nbytes} bytes has no address; give at least 1")
-        size = round_up(nbytes, self._frame_bytes)
-        address = reserve_addresses(size, HUGE_BYTES if nbytes >= HUGE_BYTES else self._frame_bytes)
+        size = round_up(nbytes, self.frame_bytes)
+        address = reserve_addresses(size, HUGE_BYTES if nbytes >= HUGE_BYTES else self.frame_bytes)
         range_ = Range(next(self._ids), address, size)
         self._ranges[range_.id] = range_
-        self._places[range_.id] = [_NO_FRAME] * (size // self._frame_bytes)
+        self._places[range_.id] = [_NO_FRAME] * (size // self.frame_bytes)
         return range_
 
     def release(self, range_: Range) -> None:
@@ -153,7 +153,7 @@ class AddressSpace:
         self._move(mover.enter, mover.leave, range_.address + offset_bytes, runs)
         places[first:end] = frames
         for place, frame in enumerate(frames, first):
-            self._addresses[frame] = range_.address + place * self._frame_bytes
+            self._addresses[frame] = range_.address + place * self.frame_bytes
         self._history.append(("map", range_.id, offset_bytes, tuple(runs)))
 
     def unmap(self, range_: Range, offset_bytes: int, runs: Sequence[Run]) -> None:
@@ -167,6 +167,18 @@ class AddressSpace:
         for frame in frames:
             self._addresses[frame] = 0
         self._history.append(("unmap", range_.id, offset_bytes, tuple(runs)))
+
+    @property
+    def frames(self) -> int:
+        return len(self._addresses)
+
+    @property
+    def home(self) -> int:
+        """Where frame 0 is while it is at home; the others follow. Raises Unsupported where frames move by mmap."""
+        home = self._open_mover().home
+        if home is None:
+            raise Unsupported("frames that move by mmap have no home in this process; use Linux 5.13 or newer")
+        return home
 
     def address(self, range_: Range) -> int:
         """The first address of a range that is reserved here; InvalidArgument for any other."""
@@ -188,7 +200,7 @@ class AddressSpace:
     def stats(self) -> AddressSpaceStats:
         return AddressSpaceStats(
             mechanism=self.mechanism,
-            mapped_bytes=self._frame_bytes * sum(1 for address in self._addresses if address),
+            mapped_bytes=self.frame_bytes * sum(1 for address in self._addresses if address),
             ranges=len(self._ranges),
             reserved_bytes=sum(range_.nbytes for range_ in self._ranges.values()),
             moves=self._counters.moves,
@@ -215,7 +227,7 @@ class AddressSpace:
     def check_invariants(self) -> None:
         """Raise AssertionError unless every frame is at home or at exactly one place, and both tables say the same."""
         placed = [
-            (frame, self._ranges[id_].address + place * self._frame_bytes)
+            (frame, self._ranges[id_].address + place * self.frame_bytes)
             for id_, frames in self._places.items()
             for place, frame in enumerate(frames)
             if frame != _NO_FRAME
@@ -233,9 +245,9 @@ class AddressSpace:
             return
         for id_, frames in self._places.items():
             for first, count in _as_runs(place for place, frame in enumerate(frames) if frame != _NO_FRAME):
-                protect_hole(self._ranges[id_].address + first * self._frame_bytes, count * self._frame_bytes)
+                protect_hole(self._ranges[id_].address + first * self.frame_bytes, count * self.frame_bytes)
         home = _as_runs(frame for frame, address in enumerate(self._addresses) if not address)
-        self._mover.forget_in_child(home, self._frame_bytes)
+        self._mover.forget_in_child(home, self.frame_bytes)
         self._mover = None
 
     def _choose_mover(
@@ -267,12 +279,12 @@ class AddressSpace:
             frames.extend(range(start, start + count))
         if len(set(frames)) != len(frames):
             raise InvalidArgument(f"runs {list(runs)} name a frame twice")
-        nbytes = len(frames) * self._frame_bytes
-        if offset_bytes < 0 or offset_bytes % self._frame_bytes or offset_bytes + nbytes > range_.nbytes:
+        nbytes = len(frames) * self.frame_bytes
+        if offset_bytes < 0 or offset_bytes % self.frame_bytes or offset_bytes + nbytes > range_.nbytes:
             raise InvalidArgument(
-                f"{nbytes} bytes at {offset_bytes} are not whole frames of {self._frame_bytes} bytes inside {range_}"
+                f"{nbytes} bytes at {offset_bytes} are not whole frames of {self.frame_bytes} bytes inside {range_}"
             )
-        return mover, offset_bytes // self._frame_bytes, frames
+        return mover, offset_bytes // self.frame_bytes, frames
 
     def _move(
         self,
@@ -287,7 +299,7 @@ class AddressSpace:
         done: list[tuple[int, int, int]] = []
         try:
             for start, count in runs:
-                piece = (start * self._frame_bytes, address, count * self._frame_bytes)
+                piece = (start * self.frame_bytes, address, count * self.frame_bytes)
                 forward(*piece)
                 done.append(piece)
                 address += piece[2]

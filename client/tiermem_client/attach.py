@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import itertools
 import logging
 import os
 import sys
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-import psutil
 import torch
 from torch import nn
 
@@ -20,12 +17,12 @@ from tiermem.bundle import Mode
 from tiermem.errors import InvalidArgument, TiermemError, Unsupported
 from tiermem.layout import arena_layout
 from tiermem.notices import NoticeKind
-from tiermem.units import MIB, format_size, parse_size
+from tiermem.units import format_size
 from tiermem_client import compiled, storage_swap
 from tiermem_client.address_space import Mechanism
-from tiermem_client.channel import dial, resolve_endpoint
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
 from tiermem_client.compiled import Cuts, cuda_graph_refusals
+from tiermem_client.devices import DeviceChoice, memory_for, parse_device
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.file_backed import FileSources
 from tiermem_client.floors import main_floor
@@ -34,6 +31,8 @@ from tiermem_client.guard import GuardBook
 from tiermem_client.heap import map_large_blocks, trim_heap, unmap_large_blocks
 from tiermem_client.integrations import resolve
 from tiermem_client.job import Job, close_all, remember
+from tiermem_client.memory import Memory
+from tiermem_client.opening import open_session
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
     import transformers
 
 _log = logging.getLogger("tiermem.attach")
-_DEFAULT_TIMEOUT_S = 20.0
-_START_TIMEOUT_S = 60.0
-_numbers = itertools.count(1)
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached now
 
 
@@ -62,6 +58,7 @@ def attach(
     dram: int | str | None = None,
     flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
+    device: str | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -74,6 +71,7 @@ def attach(
     dram: int | str | None = None,
     flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
+    device: str | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -86,6 +84,7 @@ def attach(
     dram: int | str | None = None,
     flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
+    device: str | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job:
@@ -97,12 +96,15 @@ def attach(
     `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all
     that the state needs, if less; with a service its default share). `flash`: with an embedded daemon a directory, with
     a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
-    removed at exit. `endpoint`: a service's socket, or "embedded"; default TIERMEM_ENDPOINT, else a running service,
-    else embedded. `timeout_s`: how long a daemon may be silent.
+    removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with:
+    "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `endpoint`: a service's socket,
+    or "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may
+    be silent.
 
     Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
     floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.
     """
+    choice = parse_device(device)
     model, optimizer = resolve(model, optimizer)
     units = discover_units(model)
     if not units:
@@ -113,8 +115,8 @@ def attach(
     if any(module in _attached for module in model.modules()):
         raise InvalidArgument("this model is attached already; detach the first job before attaching again")
     forms = _probe(optimizer, storages)
-    session, daemon, name = _open(dram, flash, job, endpoint, timeout_s, storages, forms)
-    residency = Residency(session)
+    session, daemon, name = open_session(dram, flash, job, endpoint, timeout_s, storages, forms)
+    residency = Residency(session, _memory(choice, session, daemon))
     book = GradBook(residency)
     attached = Job(name, model, residency, storages, book, None, daemon)
     _note_mechanisms(attached)
@@ -149,6 +151,16 @@ def attach(
     return attached
 
 
+def _memory(choice: DeviceChoice | None, session: Session, daemon: EmbeddedDaemon | None) -> Memory:
+    try:
+        return memory_for(choice, session)
+    except TiermemError:
+        session.close()
+        if daemon is not None:
+            daemon.stop()
+        raise
+
+
 def _has_fileno() -> bool:
     try:
         sys.stderr.fileno()
@@ -176,71 +188,6 @@ def _probe(
 def _may_require_grad(parameter: nn.Parameter) -> bool:
     """Whether it is of a dtype that optimizers compute with, so that it may be trained later on."""
     return parameter.is_complex() or (parameter.is_floating_point() and parameter.element_size() > 1)
-
-
-def _open(
-    dram: int | str | None,
-    flash: int | str | os.PathLike[str] | None,
-    job: str | None,
-    endpoint: str | os.PathLike[str] | None,
-    timeout_s: float | None,
-    storages: dict[int, ManagedStorage],
-    forms: dict[nn.Parameter, OptimizerForm],
-) -> tuple[Session, EmbeddedDaemon | None, str]:
-    environ = os.environ
-    silence_s = _timeout(timeout_s)
-    dram_bytes = 0 if dram is None else _size("dram", dram)
-    socket = resolve_endpoint(endpoint, environ)
-    name = job or f"{Path(sys.argv[0] or 'python').stem or 'python'}-{os.getpid()}-{next(_numbers)}"
-    daemon, flash_bytes = None, 0
-    if socket is None:
-        dram_bytes = dram_bytes or _default_dram_bytes(storages, forms)
-        arena_layout(dram_bytes)  # raises for sizes that make no arena, before a process is started
-        if isinstance(flash, int):
-            raise InvalidArgument(f"flash={flash} is a size; an embedded daemon needs a directory, flash='DIR[:SIZE]'")
-        daemon = EmbeddedDaemon(dram_bytes, None if flash is None else os.fspath(flash), environ, _START_TIMEOUT_S)
-        socket = daemon.socket
-    elif flash is not None:
-        flash_bytes = _size("flash", flash if isinstance(flash, int) else os.fspath(flash))
-    try:
-        connection = dial(socket, silence_s)
-        try:
-            return Session(connection, name, dram_bytes, flash_bytes, silence_s), daemon, name
-        except BaseException:
-            connection.close()
-            raise
-    except BaseException:
-        if daemon is not None:
-            daemon.stop()
-        raise
-
-
-def _size(name: str, value: int | str) -> int:
-    """Zero is no size: the protocol's zero means the default, which is asked for by leaving the argument out."""
-    size = parse_size(value)
-    if size == 0:
-        raise InvalidArgument(f"{name}={value!r} is no room at all; give a size above zero, or leave it out")
-    return size
-
-
-def _timeout(timeout_s: float | None) -> float:
-    text = os.environ.get("TIERMEM_TIMEOUT_S", "")
-    try:
-        value = timeout_s if timeout_s is not None else float(text) if text else _DEFAULT_TIMEOUT_S
-    except ValueError:
-        raise InvalidArgument(f"TIERMEM_TIMEOUT_S is {text!r}; give seconds, such as 20") from None
-    if not 0 < value < 86400:
-        raise InvalidArgument(f"a timeout of {value} s is outside 0 .. 86400")
-    return value
-
-
-def _default_dram_bytes(storages: dict[int, ManagedStorage], forms: dict[nn.Parameter, OptimizerForm]) -> int:
-    """All state and its slack where half of the free memory holds that, else half of the free memory."""
-    state = sum(s.nbytes for s in storages.values())
-    for parameter, form in forms.items():
-        state += parameter.numel() * (parameter.element_size() + form.state_bytes_per_element())
-    wanted = state + state // 8 + 64 * MIB
-    return int(min(wanted, psutil.virtual_memory().available // 2))
 
 
 def _note_mechanisms(job: Job) -> None:
@@ -283,6 +230,7 @@ def _build(
         job.updater = Updater(optimizer, residency, job.book, [g for u in units for g in u.groups], forms)
     frame_bytes = session.opened.frame_bytes
     floor = main_floor(units, job.book, job.updater, lambda n: max(1, -(-n // frame_bytes)))
+    residency.memory.check_floor(floor)
     residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
     if not residency.keeps_idle and map_large_blocks():
         job.undo.append(unmap_large_blocks)

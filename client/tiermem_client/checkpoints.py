@@ -14,8 +14,9 @@ from torch import nn
 from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
 from tiermem_client.hook_objects import LeavesNoCopy
+from tiermem_client.memory import Bundle
 from tiermem_client.private_copies import PrivateCopies
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.residency import Residency
 from tiermem_client.storage_swap import alias, storage_key
 from tiermem_client.units import ManagedStorage
 from tiermem_client.updates import Updater

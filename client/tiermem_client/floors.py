@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from tiermem_client.grads import GradBook
-from tiermem_client.residency import Bundle
+from tiermem_client.memory import Bundle
 from tiermem_client.units import Unit
 from tiermem_client.updates import Updater
 

@@ -23,7 +23,8 @@ from tiermem.layout import TENSOR_ALIGN_BYTES
 from tiermem.plan import Phase
 from tiermem.units import round_up
 from tiermem_client.hook_objects import LeavesNoCopy
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.memory import Bundle
+from tiermem_client.residency import Residency
 from tiermem_client.storage_swap import alias
 from tiermem_client.units import Group, ManagedParameter, ManagedStorage
 

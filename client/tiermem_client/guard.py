@@ -22,7 +22,8 @@ from torch import nn
 
 from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.memory import Bundle
+from tiermem_client.residency import Residency
 from tiermem_client.storage_swap import storage_key
 
 _Plain = torch._C.DisableTorchFunctionSubclass

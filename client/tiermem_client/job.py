@@ -24,6 +24,7 @@ from tiermem.trace import STEPS, Span
 from tiermem_client.address_space import AddressSpaceStats
 from tiermem_client.embedded import EmbeddedDaemon
 from tiermem_client.grads import GradBook, GradHandle
+from tiermem_client.memory import DeviceStats
 from tiermem_client.residency import Residency, ResidencyStats
 from tiermem_client.storage_swap import evacuate
 from tiermem_client.trace_recordings import TraceRecordings
@@ -43,7 +44,7 @@ class TrainerStats:
     the script waited for the daemon, `leases` what it holds now. `fallbacks` names every mechanism that is not the
     first choice; results are the same. `inexact` names what is not bit for bit what the plain script computes, and the
     remedy. `adopted_file_bytes` are frozen weights that are read from the file they were loaded from, and never written
-    to flash.
+    to flash. `device`: of the tier above DRAM, where there is one.
     """
 
     job: str
@@ -64,6 +65,7 @@ class TrainerStats:
     fallbacks: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
     adopted_file_bytes: int = 0
+    device: DeviceStats | None = None
 
     @property
     def hit_ratio(self) -> float:
@@ -97,7 +99,7 @@ class Job:
         """Counters of this job, from the daemon and from here. Raises DaemonUnavailable or DaemonTimeout."""
         table: dict[str, Any] = json.loads(self.residency.session.status())["jobs"][0]
         with self.residency.session.lock:
-            space = self.residency.session.address_space.stats()
+            space, memory = self.residency.session.address_space.stats(), self.residency.memory.stats()
             stall_s, leases = self.residency.session.stall_s, self.residency.session.table.leases
             mine = dataclasses.replace(self.residency.stats)
         return TrainerStats(
@@ -106,8 +108,8 @@ class Job:
             misses=table["misses"],
             creates=table["creates"],
             stall_s=stall_s,
-            links={k: LinkStats(**v) for k, v in table["links"].items()},
-            tiers={k: TierStats(**v) for k, v in table["tiers"].items()},
+            links={**{k: LinkStats(**v) for k, v in table["links"].items()}, **memory.links},
+            tiers={**{k: TierStats(**v) for k, v in table["tiers"].items()}, **memory.tiers},
             bytes_by_kind=table["bytes_by_kind"],
             evictions=table["evictions"],
             predictions=table["predictions"],
@@ -119,6 +121,7 @@ class Job:
             fallbacks=tuple(notice.text for notice in self.notices if notice.kind.exact),
             inexact=tuple(notice.text for notice in self.notices if not notice.kind.exact),
             adopted_file_bytes=self.adopted_file_bytes,
+            device=memory.device,
         )
 
     def note(self, kind: NoticeKind, text: str) -> None:
@@ -215,6 +218,7 @@ class Job:
         with contextlib.ExitStack() as ends:
             if self.daemon is not None:
                 ends.callback(self.daemon.stop)
+            ends.callback(self.residency.memory.close)
             ends.callback(self.residency.session.close)
             self.recordings.finish()
 

@@ -17,7 +17,8 @@ from torch import nn
 from tiermem.bundle import Kind, TensorSpec
 from tiermem.layout import TENSOR_ALIGN_BYTES
 from tiermem.units import round_up
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.memory import Bundle
+from tiermem_client.residency import Residency
 from tiermem_client.shadow import OptimizerForm, StateForm
 from tiermem_client.storage_swap import alias
 from tiermem_client.units import Group, ManagedParameter

@@ -168,6 +168,10 @@ class Mover(Protocol):
     @property
     def mechanism(self) -> Mechanism: ...
 
+    @property
+    def home(self) -> int | None:
+        """The address of the linear view, if there is one."""
+
     def enter(self, offset_bytes: int, address: int, nbytes: int) -> None:
         """From home (`offset_bytes` in the file) to `address`; home is PROT_NONE afterwards."""
 
@@ -195,9 +199,9 @@ class RemapMover:
         self._nbytes = arena_bytes
         self._headroom = headroom
         self._remap = remap
-        self._home = reserve_addresses(arena_bytes, HUGE_BYTES)
+        self.home = reserve_addresses(arena_bytes, HUGE_BYTES)
         try:
-            _map_file(self._home, arena_bytes, fd, 0)
+            _map_file(self.home, arena_bytes, fd, 0)
         except TiermemError:
             self.close()
             raise
@@ -206,28 +210,28 @@ class RemapMover:
         """Really moves one frame away and back. False where the kernel refuses DONTUNMAP on shared memory."""
         place = reserve_addresses(frame_bytes, mmap.PAGESIZE)
         try:
-            failure = self._remap(self._home, place, frame_bytes)
+            failure = self._remap(self.home, place, frame_bytes)
             if failure == errno.EINVAL:
                 return False
             if failure:
                 raise _kernel_error("the trial move of one frame failed")
-            self._shift(place, self._home, frame_bytes)
+            self._shift(place, self.home, frame_bytes)
             return True
         finally:
             release_addresses(place, frame_bytes)
 
     def enter(self, offset_bytes: int, address: int, nbytes: int) -> None:
-        self._shift(self._home + offset_bytes, address, nbytes)
+        self._shift(self.home + offset_bytes, address, nbytes)
 
     def leave(self, offset_bytes: int, address: int, nbytes: int) -> None:
-        self._shift(address, self._home + offset_bytes, nbytes)
+        self._shift(address, self.home + offset_bytes, nbytes)
 
     def forget_in_child(self, home_frames: Iterable[Run], frame_bytes: int) -> None:
         for first, count in home_frames:
-            protect_hole(self._home + first * frame_bytes, count * frame_bytes)
+            protect_hole(self.home + first * frame_bytes, count * frame_bytes)
 
     def close(self) -> None:
-        release_addresses(self._home, self._nbytes)
+        release_addresses(self.home, self._nbytes)
 
     def _shift(self, source: int, target: int, nbytes: int) -> None:
         self._counters.syscalls += 1
@@ -264,6 +268,7 @@ class FileMover:
     """Maps and unmaps pieces of the file. Keeps a descriptor of its own."""
 
     mechanism = Mechanism.MMAP
+    home = None
 
     def __init__(self, fd: int, counters: MoveCounters) -> None:
         self._fd = os.dup(fd)

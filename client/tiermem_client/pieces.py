@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem_client.memory import Bundle
 from tiermem_client.optimizer_state import StateStore, is_large
-from tiermem_client.residency import Bundle
 from tiermem_client.shadow import OptimizerForm
 from tiermem_client.storage_swap import alias
 from tiermem_client.units import Group, ManagedParameter

@@ -20,53 +20,15 @@ from tiermem.errors import TiermemError
 from tiermem.file_pieces import Adoption
 from tiermem.grants.table import Lease
 from tiermem.plan import Access, Phase
-from tiermem_client.address_space import Range
+from tiermem_client.memory import Bundle, Memory
 from tiermem_client.session import Session
 from tiermem_client.unit_spans import Costs, UnitSpans
 
 
-@dataclass(slots=True, eq=False)
-class Bundle:
-    """A bundle of this job. `range` and `offset_bytes` are its place for life (tiles of one tensor share a range, side
-    by side).
-
-    `bundle_id` is None while it holds no bytes in the store. `written`: bytes changed under the present lease, commit
-    owed.
-    """
-
-    spec: BundleSpec
-    range: Range
-    offset_bytes: int = 0
-    bundle_id: int | None = None
-    version: int = 0
-    lease: Lease | None = None
-    holders: int = 0
-    written: bool = False
-    blank: bool = False
-    asking: bool = False
-
-    @property
-    def stored(self) -> bool:
-        """Whether it holds bytes that mean something."""
-        return self.bundle_id is not None and not self.blank
-
-    @property
-    def address(self) -> int:
-        return self.range.address + self.offset_bytes
-
-    @property
-    def readable(self) -> bool:
-        return self.lease is not None
-
-    @property
-    def writable(self) -> bool:
-        return self.lease is not None and self.lease.mode.writes
-
-
 @dataclass(slots=True)
 class ResidencyStats:
-    """Counts since attach: acquisitions answered by a lease that was held already, by a grant that had come ahead, and
-    those that asked the daemon.
+    """Counts since attach: acquisitions answered here (by a lease that was held already, or a copy on the device), by a
+    grant that had come ahead, and those that asked the daemon.
     """
 
     local: int = 0
@@ -80,6 +42,7 @@ class Residency:
     """All methods take the client lock themselves; it is reentrant, so a caller may hold it over several of them."""
 
     session: Session
+    memory: Memory = field(repr=False)
     stats: ResidencyStats = field(default_factory=ResidencyStats)
     budget_frames: int = 0  # 0 until admitted
     units: UnitSpans = field(init=False)
@@ -95,10 +58,10 @@ class Residency:
 
     def new_bundles(self, requests: Sequence[tuple[Kind, str, int, tuple[TensorSpec, ...]]]) -> list[Bundle]:
         """Declare bundles side by side in one range, in order; all but the last must be whole frames long."""
-        frame_bytes = self.session.opened.frame_bytes
+        frame_bytes = self.memory.frame_bytes
         with self.session.lock:
             total = sum(nbytes for _, _, nbytes, _ in requests)
-            range_ = self.session.address_space.reserve(total)
+            range_ = self.memory.reserve(total)
             bundles, offset = [], 0
             for kind, unit, nbytes, tensors in requests:
                 if offset % frame_bytes:
@@ -147,13 +110,29 @@ class Residency:
             self.session.lock.wait(1.0)
             if not self.session.alive:
                 break
-        wanted = Mode.UPDATE if bundle.blank and mode == Mode.CREATE else mode
-        if bundle.lease is not None and bundle.lease.mode.covers(wanted):
+        if self._leased_for(bundle, mode) or (
+            bundle.lease is None and mode is Mode.READ and self.memory.is_here(bundle)
+        ):
             self.stats.local += 1
-            bundle.holders += 1
-            self._idle.pop(bundle, None)
-            bundle.blank = bundle.blank and mode != Mode.CREATE
-            return
+        else:
+            self._lease(bundle, mode)
+        if bundle.holders == 0:
+            try:
+                self.memory.entered(bundle, mode)
+            except TiermemError:
+                self._let_go([bundle])
+                raise
+        bundle.blank = bundle.blank and mode != Mode.CREATE
+        bundle.holders += 1
+        self._idle.pop(bundle, None)
+        if self.memory.keeps_copies and not self.keeps_idle and bundle.lease is not None and not bundle.writable:
+            self._end_lease(bundle)
+
+    def _leased_for(self, bundle: Bundle, mode: Mode) -> bool:
+        wanted = Mode.UPDATE if bundle.blank and mode == Mode.CREATE else mode
+        return bundle.lease is not None and bundle.lease.mode.covers(wanted)
+
+    def _lease(self, bundle: Bundle, mode: Mode) -> None:
         create = bundle.bundle_id is None
         if create and mode != Mode.CREATE:
             raise TiermemError(f"{bundle.spec} holds no bytes and was asked for {mode.name}")
@@ -164,12 +143,10 @@ class Residency:
         else:
             lease = self._demand(bundle, target, mode)
         old = bundle.lease
-        if old is None:
-            self.session.address_space.map(bundle.range, bundle.offset_bytes, lease.grant.runs)
         bundle.lease, bundle.bundle_id, bundle.version = lease, lease.grant.bundle, lease.grant.version
-        bundle.holders += 1
-        self._idle.pop(bundle, None)
-        if old is not None:  # an upgrade: the reading lease of the same frames ends
+        if old is None:
+            self.memory.leased(bundle)
+        else:  # an upgrade: the reading lease of the same frames ends
             self.session.done(old.grant.serial)
 
     def _demand(self, bundle: Bundle, target: int, mode: Mode) -> Lease:
@@ -188,12 +165,14 @@ class Residency:
         self.session.check_usable()  # first: a forked child may have the trace's lock from a thread that is not there
         with self.session.lock:
             self.units.began(unit, phase)
-            if self.keeps_idle:
+            if self.keeps_idle and not self.memory.keeps_copies:
                 return
             access = Access(unit, phase, training)
             if phase != Phase.BACKWARD or access != self._access:
                 self._access = access
-                self.session.accessed(access)
+                self.memory.accessed(access)
+                if not self.keeps_idle:
+                    self.session.accessed(access)
 
     def left(self, unit: str) -> None:
         """The forward of the unit, or its recomputation, has ended; for the trace."""
@@ -220,16 +199,17 @@ class Residency:
         reading.
         """
         with self.session.lock:
-            written = [bundle for bundle in bundles if bundle.written]
-            if not written:
+            owed = [bundle for bundle in bundles if bundle.written or bundle.owed]
+            if not owed:
                 return
+            self.memory.store(owed)
             updated = []
-            for bundle in written:
+            for bundle in owed:
                 assert bundle.lease is not None and bundle.lease.mode.writes, (
                     f"{bundle.spec} was written without a lease for it"
                 )
                 bundle.version += 1
-                bundle.written = False
+                bundle.written = bundle.owed = False
                 updated.append((bundle.lease.grant.serial, bundle.version))
             self.session.commit(updated)
             self.stats.commits += 1
@@ -246,32 +226,45 @@ class Residency:
         committed, the lease ends, and the addresses are PROT_NONE again.
         """
         with self.session.lock:
-            ended = []
+            let_go = []
             for bundle in bundles:
                 bundle.holders -= 1
                 assert bundle.holders >= 0, f"{bundle.spec} is released more often than acquired"
-                if bundle.holders == 0 and bundle.lease is not None:
-                    ended.append(bundle)
-            if self.keeps_idle:
-                self._idle.update(dict.fromkeys(ended))
-            else:
-                self._end(ended)
+                if bundle.holders == 0:
+                    self.memory.left(bundle)
+                    let_go.append(bundle)
+            self._let_go(let_go)
+
+    def _let_go(self, bundles: Sequence[Bundle]) -> None:
+        """Nobody holds them. What was written stays owed, where their leases may idle."""
+        for bundle in bundles:
+            bundle.written, bundle.owed = False, bundle.owed or bundle.written
+        leased = [bundle for bundle in bundles if bundle.lease is not None]
+        if self.keeps_idle:
+            self._idle.update(dict.fromkeys(leased))
+        else:
+            self._end(leased)
 
     def _end(self, bundles: list[Bundle]) -> None:
         if not self.session.alive:  # nothing can be sent any more, and nothing that was written is lost by us
             return
         self.commit(bundles)
         for bundle in bundles:
-            lease = bundle.lease
-            assert lease is not None
-            self.session.address_space.unmap(bundle.range, bundle.offset_bytes, lease.grant.runs)
-            bundle.lease = None
-            self.session.done(lease.grant.serial)
+            self._end_lease(bundle)
             if bundle.version == 0:  # created, but nothing was written: the store has forgotten it
+                self.memory.forget(bundle)
                 bundle.bundle_id, bundle.blank = None, False
             elif bundle.blank:
+                self.memory.forget(bundle)
                 self.session.discard([self._id(bundle)])
                 bundle.bundle_id, bundle.version, bundle.blank = None, 0, False
+
+    def _end_lease(self, bundle: Bundle) -> None:
+        lease = bundle.lease
+        assert lease is not None
+        self.memory.ended(bundle)
+        bundle.lease = None
+        self.session.done(lease.grant.serial)
 
     def discard(self, bundles: Iterable[Bundle]) -> None:
         """Free bundles that nobody holds; they may be created again. Bundles without bytes are passed over."""
@@ -280,11 +273,13 @@ class Residency:
             for bundle in bundles:
                 assert bundle.holders == 0, f"{bundle.spec} is discarded while it is held"
                 if bundle in self._idle and bundle.writable:
-                    bundle.blank, bundle.written = True, False
+                    self.memory.forget(bundle)
+                    bundle.blank, bundle.written, bundle.owed = True, False, False
                     continue
                 if bundle in self._idle:
                     del self._idle[bundle]
                     self._end([bundle])
+                self.memory.forget(bundle)
                 if bundle.bundle_id is not None:
                     gone.append(bundle.bundle_id)
                     bundle.bundle_id, bundle.version, bundle.blank = None, 0, False
@@ -299,7 +294,7 @@ class Residency:
                 del self._idle[bundle]
             self._end(idle)
             if bundles:
-                self.session.address_space.release(bundles[0].range)
+                self.memory.release(bundles[0].range)
                 self._declared_frames -= sum(self._frames(bundle.spec.nbytes) for bundle in bundles)
 
     def later(self, action: Callable[[], None]) -> None:

@@ -26,7 +26,8 @@ from torch._compile import _disable_dynamo
 from tiermem.bundle import Mode
 from tiermem.errors import TiermemError, Unsupported
 from tiermem.plan import Phase
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.memory import Bundle
+from tiermem_client.residency import Residency
 from tiermem_client.storage_swap import storage_key
 from tiermem_client.units import ManagedStorage
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from tiermem.bundle import Mode
+from tiermem_client.memory import Bundle
 from tiermem_client.optimizer_state import forms_of, is_large
 from tiermem_client.pieces import GroupUpdate
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.residency import Residency
 
 
 class ShownState:

@@ -19,7 +19,8 @@ from tiermem.errors import Unsupported
 from tiermem.layout import TENSOR_ALIGN_BYTES
 from tiermem.units import round_up
 from tiermem_client.file_backed import FileSource
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.memory import Bundle
+from tiermem_client.residency import Residency
 from tiermem_client.storage_swap import storage_key
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -215,7 +216,7 @@ def build_groups(
 def _cut(
     unit: Unit, mine: list[ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], float]
 ) -> None:
-    cap = residency.session.opened.bundle_cap_bytes
+    cap = residency.memory.bundle_cap_bytes
     run: list[ManagedStorage] = []
     filled = 0.0
     for storage in mine:
@@ -252,7 +253,7 @@ def _packed(unit: Unit, storages: list[ManagedStorage], residency: Residency) ->
 def _tiled(unit: Unit, storage: ManagedStorage, residency: Residency, target_bytes: int) -> Group:
     parameter = storage.parameters[0]
     itemsize = parameter.parameter.element_size()
-    elements = tile_elements(target_bytes, itemsize, residency.session.opened.frame_bytes)
+    elements = tile_elements(target_bytes, itemsize, residency.memory.frame_bytes)
     dtype = str(parameter.parameter.dtype).removeprefix("torch.")
     requests = []
     for start in range(0, storage.nbytes, elements * itemsize):

@@ -27,9 +27,10 @@ from tiermem_client.compiled import refuse_capture, stream_is_capturing
 from tiermem_client.grads import GradBook, GradHandle, GradSlot
 from tiermem_client.heap import large_blocks_mapped
 from tiermem_client.hook_order import OursFirst, OursLast
+from tiermem_client.memory import Bundle
 from tiermem_client.optimizer_state import StateStore, forms_of, is_large
 from tiermem_client.pieces import GroupUpdate, Piece, of_tile, plan_update
-from tiermem_client.residency import Bundle, Residency
+from tiermem_client.residency import Residency
 from tiermem_client.shadow import OptimizerForm, StepRecord, shadow_step
 from tiermem_client.shown_state import ShownState
 from tiermem_client.units import Group

@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -199,15 +200,23 @@ def test_metrics_while_a_job_runs(tmp_path: Path) -> None:
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def _told_at_rest(job: tiermem.Job, daemon: Daemon) -> tuple[tiermem.TrainerStats, dict[str, Any]]:
+    """What the job and the command say at the same instant: the daemon goes on ahead of the script for a while."""
+    for _ in range(50):
+        before = job.stats()
+        told = cli("status", "--socket", str(daemon.socket), "--json")
+        assert told.returncode == 0, told.stderr
+        if job.stats() == before:
+            return before, json.loads(told.stdout)
+    raise AssertionError("the daemon does not come to rest while the script does nothing")
+
+
 def test_status_agrees_with_the_job(tmp_path: Path) -> None:
     with serve(tmp_path) as daemon:
         model, optimizer, data = make()
         with tiermem.attach(model, optimizer, dram=DRAM, endpoint=daemon.endpoint, job="seen") as job:
             train(model, optimizer, data, 2)
-            mine = job.stats()
-            told = cli("status", "--socket", str(daemon.socket), "--json")
-            assert told.returncode == 0, told.stderr
-            table = json.loads(told.stdout)
+            mine, table = _told_at_rest(job, daemon)
             (row,) = table["jobs"]
             assert (row["job"], row["pid"]) == ("seen", os.getpid())
             for name in ("hits", "misses", "creates", "evictions", "bytes_by_kind", "dirty_bytes"):
