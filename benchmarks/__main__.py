@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from benchmarks import example, grant_path, placement, resident
+from benchmarks import example, grant_path, mover, placement, resident, scale
 from benchmarks.report import Report, write_json
 
 
@@ -35,6 +35,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "resident": resident,
     "placement": placement,
     "grant_path": grant_path,
+    "mover": mover,
+    "scale": scale,
 }
 
 

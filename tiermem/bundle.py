@@ -41,6 +41,7 @@ class TierName(enum.StrEnum):
 
     DRAM = "dram"
     FLASH = "flash"
+    DEVICE = "device"
 
 
 @dataclass(frozen=True, slots=True)

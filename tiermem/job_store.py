@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tiermem.bundle import BundleSpec
+from tiermem.bundle import BundleSpec, Mode
 from tiermem.bundle_io import BundleIO, CopyInProgress, FileCopy, FlashCopy
 from tiermem.clock import Clock
 from tiermem.errors import DaemonUnavailable, InvalidArgument, ProtocolError, ResourceExhausted, TiermemError
@@ -29,7 +29,7 @@ from tiermem.lookahead import Lookahead, LookaheadOptions, placement_for
 from tiermem.mover import Mover, Ticket, Transfer
 from tiermem.notices import MAX_NOTICES, Notice, NoticeKind
 from tiermem.residency import State
-from tiermem.stats import EvictReason, JobStats, PushOutcome, StallCause, TierStats
+from tiermem.stats import DeviceReport, EvictReason, JobStats, LinkStats, PushOutcome, StallCause, TierStats
 from tiermem.tiers.base import Tier
 from tiermem.tiers.dram import DramTier
 from tiermem.tiers.flash_directory import FlashDirectory
@@ -77,6 +77,7 @@ class JobStore:
         next_bundle_id: Callable[[], int],
         file_place: int = 0,
         lookahead: LookaheadOptions = LookaheadOptions(),  # noqa: B008 - frozen
+        new_io: Callable[..., BundleIO] = BundleIO,
     ) -> None:
         """`file_place`: the mover's place where clients' files are read, best one of its own, as they may be on a disk
         that is slow or gone.
@@ -88,6 +89,7 @@ class JobStore:
         self.outbox: deque[DaemonBody] = deque()  # guarded by _lock for appends; drained by the service
         self.wake: Callable[[], None] = lambda: None
         self.trace = TraceRing()
+        self._names: dict[tuple[Mode, int], str] = {}  # guarded by _lock; what the trace calls a grant of a form
         self._evicted = 0  # guarded by _lock; evictions that the trace has
         self._lookahead = Lookahead(clock.now_s)  # guarded by _lock
         self._ledger = GrantLedger(  # guarded by _lock
@@ -96,13 +98,13 @@ class JobStore:
             layout.frames_for,
             flash.capacity_bytes // layout.frame_bytes,
             layout.bundle_cap_bytes // layout.frame_bytes,
-            placement_for(lookahead, self._next_use),
+            placement_for(lookahead, self._next_use, self._lookahead.moment),
             next_bundle_id,
             ", ".join(str(directory.path) for directory in directories),
             self._lookahead,
             int(lookahead.share * dram.allocator.frames),
         )
-        self._io = BundleIO(
+        self._io = new_io(
             job, self.session, layout.chunk_bytes, dram, flash, self._directories, file_place, self.trace, clock
         )
         self._flights: dict[int, _Flight] = {}  # guarded by _lock; by bundle
@@ -112,6 +114,7 @@ class JobStore:
         self._stall_s = dict.fromkeys(StallCause, 0.0)  # guarded by _lock
         self._notices: Counter[NoticeKind] = Counter()  # guarded by _lock
         self._noticed = 0  # guarded by _lock; messages
+        self._device: DeviceReport | None = None  # guarded by _lock; the newest
         self._closed = False  # guarded by _lock
 
     def _next_use(self, bundle: int) -> int | None:
@@ -184,6 +187,13 @@ class JobStore:
             bundle = self._ledger.adopt(adoption.spec_id)
             self._copies[bundle] = FileCopy(file, pieces, adoption.digests)
             return bundle
+
+    def report_device(self, report: DeviceReport) -> None:
+        """Keep what the client says of its device. Raises ProtocolError where a counter falls: totals never do."""
+        with self._lock:
+            if self._device is not None and not report.goes_on_from(self._device):
+                raise ProtocolError(f"device_report of job {self.job!r} has fallen: {report.links}")
+            self._device = report
 
     def note(self, notice: Notice) -> None:
         """Count what the client says of itself. Raises ProtocolError beyond MAX_NOTICES messages."""
@@ -278,7 +288,10 @@ class JobStore:
         if isinstance(message, Refuse):
             self.trace.add(Span("demand refused", message.code, asked_at, now_s, epoch=message.answers))
             return
-        name = f"{message.mode.name.lower()} {self._ledger.specs[message.spec]}"
+        name = self._names.get((message.mode, message.spec))
+        if name is None:
+            name = f"{message.mode.name.lower()} {self._ledger.specs[message.spec]}"
+            self._names[message.mode, message.spec] = name
         track = f"demand {effect.waited_for or 'hit'}" if message.answers else "push"
         self.trace.add(Span(track, name, asked_at, now_s, bundle=message.bundle, epoch=message.answers))
 
@@ -350,6 +363,7 @@ class JobStore:
                 dirty += record.spec.nbytes if record.state in (State.DIRTY, State.WRITING) else 0
             leased = ledger.pins.leased()
             frames = self._dram.allocator
+            device_links = {} if self._device is None else self._device.links
             used_frames = 0 if self._closed else frames.frames - frames.free_frames
             return JobStats(
                 job=self.job,
@@ -358,8 +372,9 @@ class JobStore:
                 tiers={
                     "dram": TierStats(self.layout.arena_bytes, used_frames * frame_bytes),
                     "flash": TierStats(self._flash.capacity_bytes, self._flash.used_bytes),
+                    **({} if self._device is None else {"device": self._device.tier}),
                 },
-                links=self._mover.links(self.session),
+                links=dict[str, LinkStats]([*self._mover.links(self.session).items(), *device_links.items()]),
                 bytes_by_kind=dict(kinds),
                 bundles=len(ledger.bundles),
                 dirty_bytes=dirty,

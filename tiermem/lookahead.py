@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tiermem.bundle import BundleSpec, Mode
@@ -47,25 +46,41 @@ class _Rollout:
     """
 
     def __init__(self, planned: Iterable[PlannedAccess], duration_s: Callable[[Access], float], now_s: float) -> None:
-        self._steps: list[tuple[Access, tuple[Use, ...]]] = []
+        self._steps: list[Access] = []
+        self._uses: list[Use] = []
+        self._first: list[int] = [0]  # of each step's uses, and the end of the last one's
         self._places: dict[int, list[int]] = {}
         self._next = 0
         for place, step in enumerate(planned):
-            self._steps.append((step.access, tuple(Use(use.bundle, use.mode, now_s) for use in step.uses)))
+            self._steps.append(step.access)
             for use in step.uses:
+                self._uses.append(Use(use.bundle, use.mode, now_s, place))
                 self._places.setdefault(use.bundle, []).append(place)
+            self._first.append(len(self._uses))
             now_s += duration_s(step.access)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def place(self) -> int:
+        """Of the access under way."""
+        return self._next - 1
 
     def follows(self, access: Access) -> bool:
         """Whether the access is the next one, and enough is known of those after it; then it is passed."""
-        if self._next >= len(self._steps) // 2 or self._steps[self._next][0] != access:
+        if self._next >= len(self._steps) // 2 or self._steps[self._next] != access:
             return False
         self._next += 1
         return True
 
-    def uses(self) -> Iterator[Use]:
-        for _, uses in itertools.islice(self._steps, self._next, None):
-            yield from uses
+    def expected(self, specs: Collection[int]) -> bool:
+        """Whether the access under way was expected to use just these forms."""
+        uses = self._uses[self._first[self._next - 1] : self._first[self._next]]
+        return len(uses) == len(specs) and all(use.spec in specs for use in uses)
+
+    def uses(self) -> list[Use]:
+        return self._uses[self._first[self._next] :]
 
     def distance(self, spec: int) -> int | None:
         """In how many accesses the form is used (1: in the next)."""
@@ -92,8 +107,11 @@ class Lookahead:
         self._forecast = Forecast()
         self._now: dict[str, _Now] = {}
         self._durations_s: dict[tuple[str, Access], float] = {}
+        self._accesses = 0
+        self._generation = 0  # of predictions; see `moment`
+        self._ignorant = False  # nothing was foreseen last
 
-    def accessed(self, lane: str, access: Access) -> None:
+    def accessed(self, lane: str, access: Access) -> bool:
         now_s, before = self._now_s(), self._now.get(lane)
         rollout = None
         if before is not None:
@@ -101,7 +119,22 @@ class Lookahead:
             rollout = before.rollout if before.rollout is not None and before.rollout.follows(access) else None
         self._forecast.began(lane, access)
         left = {use.bundle: use.mode for use in self._forecast.learned(lane, access)}
+        self._accesses += 1
+        # What an access was to use and has not has another next use now than it had.
+        same = rollout is not None and before is not None and not before.left and rollout.expected(left)
+        self._generation += rollout is not None and not same
         self._now[lane] = _Now(access, now_s, left, rollout)
+        return not same
+
+    def moment(self) -> tuple[int, int]:
+        """(generation, accesses so far): while the generation is the same, a form that is not used keeps its next use,
+        in accesses since the beginning.
+        """
+        if len(self._now) > 1:
+            self._generation += 1  # lanes come nearer at different rates
+        for lane, now in self._now.items():
+            self._rollout(lane, now)
+        return self._generation, self._accesses
 
     def _measure(self, lane: str, access: Access, seconds: float) -> None:
         known = self._durations_s.pop((lane, access), seconds)
@@ -118,9 +151,10 @@ class Lookahead:
         now = self._now.get(lane)
         if now is None:
             return
+        rollout = self._rollout(lane, now)
         for spec, mode in now.left.items():
-            yield Use(spec, mode, now.since_s)
-        yield from self._rollout(lane, now).uses()
+            yield Use(spec, mode, now.since_s, rollout.place)
+        yield from rollout.uses()
 
     def next_use(self, spec: int) -> int | None:
         """In how many accesses the form is used (0: in one under way); None where that is not predicted."""
@@ -137,6 +171,9 @@ class Lookahead:
 
             planned = self._forecast.upcoming(lane, HORIZON)
             now.rollout = _Rollout(planned, duration_s, now.since_s + duration_s(now.access))
+            if now.rollout or now.left or not self._ignorant:  # what is still nothing is the same
+                self._generation += 1
+            self._ignorant = not (now.rollout or now.left)
         return now.rollout
 
     def outcomes(self) -> dict[PredictionOutcome, int]:
@@ -151,6 +188,10 @@ class Lookahead:
         }
 
 
-def placement_for(options: LookaheadOptions, next_use: Callable[[int], int | None]) -> Placement:
-    """The policy; `next_use` is by bundle."""
-    return Belady(next_use) if options.policy == Policy.BELADY else LeastRecentlyUsed()
+def placement_for(
+    options: LookaheadOptions,
+    next_use: Callable[[int], int | None],
+    moment: Callable[[], tuple[int, int]] | None = None,
+) -> Placement:
+    """The policy; `next_use` is by bundle. `moment`: as `Belady` wants it."""
+    return Belady(next_use, moment) if options.policy == Policy.BELADY else LeastRecentlyUsed()

@@ -24,6 +24,8 @@ from tiermem.bundle import BundleSpec
 class State(enum.Enum):
     """Residency of one bundle."""
 
+    __hash__ = object.__hash__  # members are unique; that of Enum hashes the name, in Python
+
     ABSENT = "absent"  # id minted, no bytes anywhere
     BLANK = "blank"  # frames granted for creation, nothing committed
     FLASH = "flash"  # newest bytes in flash only
@@ -37,6 +39,8 @@ class State(enum.Enum):
 
 class Event(enum.Enum):
     """What happens to a bundle."""
+
+    __hash__ = object.__hash__
 
     CREATE = "create"
     ADOPT = "adopt"  # its bytes are in a file that the client has passed in
@@ -78,7 +82,10 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (_S.DOOMED, _E.DRAINED): _S.GONE,
 }
 
+_WORDS = {(old, event): f"{old.value} -{event.value}-> {new.value}" for (old, event), new in TRANSITIONS.items()}
+
 RESIDENT = frozenset({_S.CLEAN, _S.DIRTY, _S.WRITING})  # bytes that a read grant may show
+IDLE = frozenset({_S.CLEAN, _S.DIRTY})  # may be evicted where nobody uses them
 IN_TRANSFER = frozenset({_S.LOADING, _S.WRITING, _S.DOOMED})  # frames that may not move
 FRAMED = frozenset({_S.BLANK, _S.LOADING, _S.CLEAN, _S.DIRTY, _S.WRITING, _S.DOOMED})  # states that own DRAM frames
 
@@ -109,13 +116,14 @@ class BundleRecord:
 
     def apply(self, event: Event) -> None:
         """Follow the table, or raise IllegalTransition with the history."""
-        new = TRANSITIONS.get((self.state, event))
+        step = self.state, event
+        new = TRANSITIONS.get(step)
         if new is None:
             raise IllegalTransition(
                 f"bundle {self.bundle_id} ({self.spec}): {event.value!r} while {self.state.value}; "
                 f"history: {', '.join(self.history) or 'none'}"
             )
-        self.history.append(f"{self.state.value} -{event.value}-> {new.value}")
+        self.history.append(_WORDS[step])
         self.state = new
 
     def check_invariants(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tiermem.notices import NoticeKind
@@ -57,6 +58,33 @@ class TierStats:
     used_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What a trainer says of its device tier; `links` since its session was opened."""
+
+    tier: TierStats
+    links: dict[DeviceLink, LinkStats]
+
+    def goes_on_from(self, before: DeviceReport) -> bool:
+        """Whether no counter has fallen since."""
+        return all(
+            later >= earlier
+            for link in DeviceLink
+            for later, earlier in zip(_counts(self.links[link]), _counts(before.links[link]), strict=True)
+        )
+
+
+def _counts(link: LinkStats) -> tuple[float, ...]:
+    return link.bytes, link.transfers, link.seconds, link.queue_seconds
+
+
+def sum_of_links(links: Iterable[LinkStats]) -> LinkStats:
+    """What they have counted together."""
+    counts = [_counts(link) for link in links]
+    nbytes, transfers, seconds, queue_seconds = (sum(column) for column in zip((0, 0, 0.0, 0.0), *counts, strict=True))
+    return LinkStats(int(nbytes), int(transfers), seconds, queue_seconds)
+
+
 class PredictionOutcome(enum.StrEnum):
     """What became of a prediction of the next access; UNKNOWN where there was none."""
 
@@ -74,15 +102,15 @@ class PushOutcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobStats:
-    """One job. `tiers` by "dram" and "flash"; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim",
-    "activation").
+    """One job. `tiers` by "dram", "flash" and, where the trainer has one, "device"; `bytes_by_kind` are live bundles'
+    bytes ("param", "grad", "optim", "activation"). `links` by the values of Link and DeviceLink.
     """
 
     job: str
     session: str
     pid: int
     tiers: dict[str, TierStats] = field(default_factory=dict)
-    links: dict[Link, LinkStats] = field(default_factory=dict)
+    links: dict[str, LinkStats] = field(default_factory=dict)
     bytes_by_kind: dict[str, int] = field(default_factory=dict)
     bundles: int = 0
     dirty_bytes: int = 0
@@ -123,7 +151,7 @@ class StoreStats:
     """
 
     tiers: dict[str, TierStats]
-    links: dict[Link, LinkStats]
+    links: dict[str, LinkStats]
     directories: tuple[DirectoryStats, ...]
     jobs: tuple[JobStats, ...]
     sessions_opened: int

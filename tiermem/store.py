@@ -14,22 +14,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tiermem.bundle_io import BundleIO
 from tiermem.clock import Clock
 from tiermem.errors import InvalidArgument, ResourceExhausted, TiermemError
 from tiermem.job_store import JobStore
-from tiermem.layout import MIN_ARENA_BYTES, arena_layout
+from tiermem.layout import MIN_ARENA_BYTES, ArenaLayout, arena_layout
 from tiermem.lookahead import LookaheadOptions
 from tiermem.mover import Mover
 from tiermem.notices import NoticeKind
 from tiermem.stats import (
+    DeviceLink,
     DirectoryStats,
     EvictReason,
     JobStats,
+    LinkStats,
     PredictionOutcome,
     PushOutcome,
     StallCause,
     StoreStats,
     TierStats,
+    sum_of_links,
 )
 from tiermem.tiers.base import Tier
 from tiermem.tiers.dram import DramTier
@@ -58,6 +62,7 @@ class Totals:
     notices: Counter[NoticeKind] = field(default_factory=Counter)
     predictions: Counter[PredictionOutcome] = field(default_factory=Counter)
     pushes: Counter[PushOutcome] = field(default_factory=Counter)
+    device_links: dict[DeviceLink, LinkStats] = field(default_factory=lambda: dict.fromkeys(DeviceLink, LinkStats()))
 
     def plus(self, jobs: Iterable[JobStats], reason: str | None = None) -> Totals:
         """These and the given jobs; with a reason they count as ended."""
@@ -75,6 +80,7 @@ class Totals:
                 total.notices + Counter(job.notices),
                 total.predictions + Counter(job.predictions),
                 total.pushes + Counter(job.pushes),
+                {n: sum_of_links([total.device_links[n], job.links.get(n, LinkStats())]) for n in DeviceLink},
             )
         return total
 
@@ -93,6 +99,18 @@ def _directory_stats(directory: FlashDirectory) -> DirectoryStats:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StoreParts:
+    """What a job's store is made of. No configuration names others: they are for tests and benchmarks, which build a
+    `TensorStore` themselves.
+    """
+
+    layout: Callable[[int], ArenaLayout] = arena_layout
+    dram: Callable[[ArenaLayout], DramTier] = DramTier
+    flash: Callable[[Sequence[FlashDirectory], ArenaLayout, str, int | None], Tier] = FlashTier
+    io: Callable[..., BundleIO] = BundleIO
+
+
 class TensorStore:
     """All methods may be called from any thread; `open_job` and `JobStore.close` block for the memory they touch."""
 
@@ -106,8 +124,10 @@ class TensorStore:
         wrap_flash: Callable[[Tier], Tier] = lambda tier: tier,
         file_place: int = 0,
         lookahead: LookaheadOptions = LookaheadOptions(),  # noqa: B008 - frozen
+        parts: StoreParts = StoreParts(),
     ) -> None:
         self.dram_bytes = dram_bytes
+        self._parts = parts
         self._directories, self._mover, self._clock = tuple(directories), mover, clock
         self._default_job_share = default_job_share
         self._file_place = file_place  # of the mover, for clients' files
@@ -147,12 +167,12 @@ class TensorStore:
                     f"job {job!r} asks for {format_size(wanted)} of DRAM, {format_size(free)} of "
                     f"{format_size(self.dram_bytes)} are free; ask for less with dram=, or end another job"
                 )
-            layout = arena_layout(wanted)
+            layout = self._parts.layout(wanted)
             self._jobs[job], self._reserved[job] = None, layout.arena_bytes
         try:
-            dram = DramTier(layout)
+            dram = self._parts.dram(layout)
             try:
-                flash = FlashTier(self._directories, layout, job, flash_bytes or None)
+                flash = self._parts.flash(self._directories, layout, job, flash_bytes or None)
             except (TiermemError, OSError):
                 dram.close()
                 raise
@@ -173,6 +193,7 @@ class TensorStore:
             lambda: next(self._bundle_ids),
             self._file_place,
             self._lookahead,
+            self._parts.io,
         )
         with self._lock:
             self._jobs[job] = store
@@ -219,8 +240,12 @@ class TensorStore:
             tiers={
                 "dram": TierStats(self.dram_bytes, sum(job.tiers["dram"].used_bytes for job in live)),
                 "flash": TierStats(sum(d.capacity_bytes for d in directories), sum(d.used_bytes for d in directories)),
+                "device": TierStats(
+                    sum(job.tiers["device"].capacity_bytes for job in live if "device" in job.tiers),
+                    sum(job.tiers["device"].used_bytes for job in live if "device" in job.tiers),
+                ),
             },
-            links=self._mover.links(),
+            links=dict[str, LinkStats]([*self._mover.links().items(), *totals.device_links.items()]),
             directories=directories,
             jobs=live,
             sessions_opened=opened,

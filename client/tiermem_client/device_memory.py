@@ -17,7 +17,7 @@ from tiermem.grants.table import Lease
 from tiermem.lookahead import Lookahead
 from tiermem.placement.belady import Belady
 from tiermem.plan import Access
-from tiermem.stats import TierStats
+from tiermem.stats import DeviceReport, TierStats
 from tiermem.units import format_size
 from tiermem_client.address_space import AddressSpace, Range
 from tiermem_client.copy_engine import CopyEngine, Event, Extent, pieces_between
@@ -131,9 +131,8 @@ class DeviceMemory:
     def stats(self) -> MemoryStats:
         counts = self._cache.counts
         used = TierStats(self._cache.frames * self.frame_bytes, self._cache.used_frames * self.frame_bytes)
-        links = {str(link): moved for link, moved in self._engine.links().items()}
         device = DeviceStats(self._engine.name, counts.hits, counts.misses, counts.evictions)
-        return MemoryStats({"device": used}, links, device)
+        return MemoryStats(device, DeviceReport(used, self._engine.links()))
 
     # -- copies
 

@@ -90,6 +90,7 @@ class Job:
     adopted: list[ManagedStorage] = field(default_factory=list, repr=False)  # storages whose bytes are in the store
     adopted_file_bytes: int = 0
     attached: bool = True
+    device_told_s: float = 0.0  # on time.monotonic()
     recordings: TraceRecordings = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -141,7 +142,18 @@ class Job:
         now_s = time.monotonic()
         self.residency.session.trace.add(Span(STEPS, "attached", now_s, now_s))
         if self.updater is not None:
-            self.updater.on_step = self.recordings.step_ended
+            self.updater.on_step = self._step_ended
+
+    def _step_ended(self) -> None:
+        self.recordings.step_ended()
+        self._report_device(_REPORT_INTERVAL_S)
+
+    def _report_device(self, interval_s: float = 0.0) -> None:
+        """Tell the daemon what the device holds, unless it was told within `interval_s`."""
+        now_s, report = time.monotonic(), self.residency.memory.stats().report
+        if report is not None and now_s - self.device_told_s >= interval_s:
+            self.device_told_s = now_s
+            self.residency.session.report_device(report)
 
     def trace(self, path: str | os.PathLike[str], steps: int = 1) -> None:
         """Record from now until the optimizer has ended `steps` steps, and write the file then: units, waits, transfers
@@ -161,6 +173,7 @@ class Job:
             self.residency.run_unreferenced()
             self.book.settle()
             self.residency.release_idle()
+            self._report_device()
 
     def detach(self) -> None:
         """Bring every parameter, gradient and state tensor into ordinary memory, remove all hooks and end the session.
@@ -235,6 +248,7 @@ class Job:
 
 
 _live: list[Job] = []
+_REPORT_INTERVAL_S = 1.0
 _EXIT_PATIENCE_S = 0.5  # a process that exits does not wait for a daemon that is stopped or hung
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.grants.table import Lease
 from tiermem.plan import Access
-from tiermem.stats import LinkStats, TierStats
+from tiermem.stats import DeviceReport, LinkStats, TierStats
 from tiermem_client.address_space import AddressSpace, Range
 
 
@@ -62,9 +62,16 @@ class DeviceStats:
 class MemoryStats:
     """What there is beside the daemon's tiers: the device, if there is one, and the links to it, by name."""
 
-    tiers: dict[str, TierStats] = field(default_factory=dict)
-    links: dict[str, LinkStats] = field(default_factory=dict)
     device: DeviceStats | None = None
+    report: DeviceReport | None = None
+
+    @property
+    def tiers(self) -> dict[str, TierStats]:
+        return {} if self.report is None else {"device": self.report.tier}
+
+    @property
+    def links(self) -> dict[str, LinkStats]:
+        return {} if self.report is None else {str(link): moved for link, moved in self.report.links.items()}
 
 
 class Memory(Protocol):

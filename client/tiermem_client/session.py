@@ -1,7 +1,8 @@
 """One session with the daemon: the ordered queues, the grant table, the arena's address space, and who waits for what.
 
 `lock` is the client lock (a reentrant lock in a condition). It guards the grant table, the address space and everything
-in `tiermem_client.residency`; waiting releases it. A reader thread takes messages off the stream and wakes the waiters.
+in `tiermem_client.residency`; waiting releases it. What was decided under it is handed to gRPC when it is let go. A
+reader thread takes messages off the stream and wakes the waiters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -20,17 +21,18 @@ from tiermem import __version__
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.errors import DaemonTimeout, DaemonUnavailable, TiermemError, Unsupported, error_for
 from tiermem.file_pieces import Adoption
-from tiermem.grants.messages import Surrender
+from tiermem.grants.messages import Accessed, Surrender
 from tiermem.grants.table import GrantTable, Lease, Waiter
 from tiermem.notices import Notice
 from tiermem.plan import Access
 from tiermem.rpc import codec
 from tiermem.rpc.status import error_from_rpc
 from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem.stats import DeviceReport
 from tiermem.trace import WAITS, ProcessTrace, Span, TraceRing
 from tiermem_client.address_space import AddressSpace
 from tiermem_client.channel import Connection
-from tiermem_client.outgoing import Outgoing
+from tiermem_client.outgoing import ClientLock, Outgoing
 from tiermem_client.side_channel import SideChannel
 
 _log = logging.getLogger("tiermem.session")
@@ -46,9 +48,17 @@ class Session:
     DaemonTimeout.
     """
 
-    def __init__(self, connection: Connection, job: str, dram_bytes: int, flash_bytes: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        job: str,
+        dram_bytes: int,
+        flash_bytes: int,
+        timeout_s: float,
+        new_space: Callable[[int, int, int], AddressSpace] = AddressSpace,
+    ) -> None:
         self.connection, self.timeout_s = connection, timeout_s
-        self.lock = threading.Condition(threading.RLock())
+        self.lock = ClientLock(self._hand_over)
         self.table = GrantTable([MAIN])  # guarded by lock
         self.stall_s = 0.0  # guarded by lock
         self.trace = TraceRing()
@@ -58,6 +68,7 @@ class Session:
         self._admitted: pb.Admitted | None = None  # guarded by lock
         self._adopted: dict[int, pb.Adopted] = {}  # guarded by lock; by spec
         self._heard_at = time.monotonic()  # guarded by lock
+        self._heard = 0  # guarded by lock; messages
         self._pid = os.getpid()
         _sessions.add(self)
         self._outgoing = Outgoing()
@@ -84,7 +95,7 @@ class Session:
             self._side.close()
             raise
         self.frames = self.opened.arena_bytes // self.opened.frame_bytes
-        self.address_space = AddressSpace(fd, self.opened.arena_bytes, self.opened.frame_bytes)  # guarded by lock
+        self.address_space = new_space(fd, self.opened.arena_bytes, self.opened.frame_bytes)  # guarded by lock
         self._reader = threading.Thread(target=self._read, name="tiermem-session", daemon=True)
         self._reader.start()
 
@@ -118,17 +129,17 @@ class Session:
             batch.append(spec)
             tensors += 1 + len(spec.tensors)
             if tensors > 4000:
-                self._outgoing.put(codec.encode_specs(batch))
+                self._put(codec.encode_specs(batch))
                 batch, tensors = [], 0
         if batch:
-            self._outgoing.put(codec.encode_specs(batch))
+            self._put(codec.encode_specs(batch))
 
     def admit(self, lane: str, floor_specs: Sequence[int]) -> int:
         """Own a budget (frames) that covers the set. Raises ResourceExhausted naming the bundles."""
         with self.lock:
             self._check()
             self._admitted = None
-            self._outgoing.put(pb.ClientMessage(admit=pb.Admit(lane=lane, floor_specs=floor_specs)))
+            self._put(pb.ClientMessage(admit=pb.Admit(lane=lane, floor_specs=floor_specs)))
             self._wait(lambda: self._admitted is not None, "an admission")
             answer = self._admitted
             assert answer is not None
@@ -148,7 +159,7 @@ class Session:
         with self.lock:
             self._check()
             for adoption in adoptions:
-                self._outgoing.put(codec.encode_adopt(adoption))
+                self._put(codec.encode_adopt(adoption))
             self._wait(lambda: all(a.spec_id in self._adopted for a in adoptions), "an adoption")
             answers = [self._adopted.pop(adoption.spec_id) for adoption in adoptions]
             for answer in answers:
@@ -162,15 +173,12 @@ class Session:
         with self.lock:
             if self.alive:
                 self.table.accessed(MAIN, access)
-                self._flush()
 
     def take(self, target: int, mode: Mode) -> Lease | None:
         """A lease by a grant that has come ahead of its use, without a wait; None where there is none."""
         with self.lock:
             self._check()
-            lease = self.table.take(MAIN, target, mode)
-            self._flush()
-            return lease
+            return self.table.take(MAIN, target, mode)
 
     def demand(self, target: int, mode: Mode, what: object) -> Lease:
         """Ask for a lease and wait for it (the lock is released meanwhile). Raises the daemon's typed refusal, or
@@ -179,7 +187,6 @@ class Session:
         with self.lock:
             self._check()
             waiter: Waiter = self.table.demand(MAIN, target, mode)
-            self._flush()
             asked_at = time.monotonic()
             try:
                 self._wait(lambda: not waiter.open, f"{mode.name.lower()} of {what}")
@@ -198,23 +205,26 @@ class Session:
         with self.lock:
             self._check()
             self.table.commit(updated, consumed)
-            self._flush()
 
     def done(self, serial: int) -> None:
         with self.lock:
             self.table.done(serial)
-            self._flush()
 
     def discard(self, bundles: Sequence[int]) -> None:
         with self.lock:
             self.table.discard(bundles)
-            self._flush()
 
     def notice(self, notice: Notice) -> None:
         """Tell the daemon, which counts and logs it. At most MAX_NOTICES in a session."""
         with self.lock:
             self._check()
-            self._outgoing.put(codec.encode_notice(notice))
+            self._put(codec.encode_notice(notice))
+
+    def report_device(self, report: DeviceReport) -> None:
+        """Tell the daemon, for its statistics."""
+        with self.lock:
+            self._check()
+            self._outgoing.put(codec.encode_device_report(report))
 
     def status(self) -> bytes:
         """This job's part of the daemon's snapshot, as JSON."""
@@ -248,9 +258,23 @@ class Session:
 
     # -- the machinery
 
-    def _flush(self) -> None:
-        while self.table.outbox:
-            self._outgoing.put(codec.encode_client(self.table.outbox.popleft()))
+    def _put(self, message: pb.ClientMessage) -> None:
+        """A message that is no value of the grant protocol; after what was decided before."""
+        self._hand_over(all_of_it=True)
+        self._outgoing.put(message)
+
+    def _hand_over(self, all_of_it: bool = False) -> None:
+        """What the table has decided goes to gRPC's thread. What is said to come waits for what comes then: nothing
+        depends on it, and the thread is woken once for both.
+        """
+        outbox = self.table.outbox
+        if outbox and (all_of_it or len(outbox) > 1 or type(outbox[0]) is not Accessed):
+            self._outgoing.put(*outbox)
+            outbox.clear()
+
+    def renew_lock(self) -> None:
+        """In a forked child: the lock may have been held at the fork by a thread that is not here."""
+        self.lock = ClientLock(self._hand_over)
 
     def check_usable(self) -> None:
         """Raise Unsupported in a forked child, which has neither the arena's memory nor a connection of its own, and
@@ -312,6 +336,7 @@ class Session:
                     self._tell_trace(single.ask_trace)  # without the lock: it may be many
             with self.lock:
                 self._heard_at = time.monotonic()
+                self._heard += 1
                 try:
                     if not self._take(message):
                         break
@@ -341,7 +366,6 @@ class Session:
                 self.table.receive(codec.decode_refuse(message.refuse))
             case "surrender":
                 self.table.receive(Surrender(message.surrender.lane))
-                self._flush()
             case "admitted":
                 self._admitted = message.admitted
             case "adopted":
@@ -354,6 +378,11 @@ class Session:
         now_s = time.monotonic()
         spans = codec.encode_spans(self.trace.since(now_s - ask.seconds))
         self._outgoing.put(pb.ClientMessage(trace=pb.Trace(id=ask.id, now_s=now_s, spans=spans)))
+
+    @property
+    def messages(self) -> tuple[int, int]:
+        """Sent and heard since it was opened; a batch is one."""
+        return self._outgoing.sent, self._heard
 
     @property
     def alive(self) -> bool:
@@ -406,9 +435,8 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def _in_forked_child() -> None:
-    """Give every session another lock: the one it had may have been held at the fork by a thread that is not here."""
     for session in _sessions:
-        session.lock = threading.Condition(threading.RLock())
+        session.renew_lock()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

@@ -45,12 +45,19 @@ _SWITCH_INTERVAL_S = 5e-4  # a mover thread that hashes must not hold up the con
 _STREAM_GRACE_S = 0.5
 
 
-def run(loaded: LoadedConfig, options: ServeOptions) -> int:
-    """Serve until SIGTERM, SIGINT or the owner's end; the exit code. Raises TiermemError where it cannot start."""
+def run(
+    loaded: LoadedConfig,
+    options: ServeOptions,
+    open_store: Callable[[LoadedConfig, ServeOptions], TensorStore] | None = None,
+) -> int:
+    """Serve until SIGTERM, SIGINT or the owner's end; the exit code. Raises TiermemError where it cannot start.
+
+    `open_store`: for benchmarks, which serve another store than the one that is configured.
+    """
     configure_logging(loaded.config.daemon.log_level, loaded.config.daemon.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        return asyncio.run(_serve(loaded, options))
+        return asyncio.run(_serve(loaded, options, open_store or _open_store))
     except TiermemError as error:
         _announce(options, f"{error.code}: {error}")
         raise
@@ -64,7 +71,9 @@ def _announce(options: ServeOptions, line: str) -> None:
             os.close(options.ready_fd)
 
 
-async def _serve(loaded: LoadedConfig, options: ServeOptions) -> int:
+async def _serve(
+    loaded: LoadedConfig, options: ServeOptions, open_store: Callable[[LoadedConfig, ServeOptions], TensorStore]
+) -> int:
     config, loop, stopped = loaded.config, asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
@@ -72,7 +81,7 @@ async def _serve(loaded: LoadedConfig, options: ServeOptions) -> int:
         _watch_owner(options, stopped, stack)
         runtime_mode = 0o711 if config.daemon.allowed_uids else 0o700
         stack.enter_context(prepare_runtime_directory(config.daemon.socket, runtime_mode))
-        store = _open_store(loaded, options)
+        store = open_store(loaded, options)
         stack.push_async_callback(asyncio.to_thread, store.close)
         side = SideSocket(
             Path(f"{config.daemon.socket}{SIDE_SOCKET_SUFFIX}"),

@@ -18,7 +18,16 @@ from tiermem import __version__
 from tiermem.bundle import TierName
 from tiermem.errors import Code
 from tiermem.notices import NoticeKind
-from tiermem.stats import EvictReason, JobStats, Link, PredictionOutcome, PushOutcome, StallCause, StoreStats
+from tiermem.stats import (
+    DeviceLink,
+    EvictReason,
+    JobStats,
+    Link,
+    PredictionOutcome,
+    PushOutcome,
+    StallCause,
+    StoreStats,
+)
 
 # Seen on disks that fail or fill up; any other errno gets its own series when it first occurs.
 _KNOWN_ERRNOS = ("EIO", "ENOSPC")
@@ -53,7 +62,9 @@ def _tier(field: str) -> Callable[[StoreStats], _Samples]:
 
 
 def _link(field: str) -> Callable[[StoreStats], _Samples]:
-    return lambda stats: _with_zeros(Link, ((link, getattr(s, field)) for link, s in stats.links.items()))
+    return lambda stats: _with_zeros(
+        (*Link, *DeviceLink), ((link, getattr(s, field)) for link, s in stats.links.items())
+    )
 
 
 def _directory(field: str) -> Callable[[StoreStats], _Samples]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from tiermem.bundle import BundleSpec
@@ -29,7 +30,7 @@ class Session:
         self.job = job
         self._store = store
         self._alive_interval_s = alive_interval_s
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._ready = asyncio.Event()
         self._direct: list[pb.DaemonMessage] = []
         self._ending: asyncio.Task[None] | None = None
@@ -65,6 +66,8 @@ class Session:
                 self._adopt(message.adopt)
             case "notice":
                 self._note(message.notice)
+            case "device_report":
+                self.job.report_device(codec.decode_device_report(message.device_report))
             case "trace":
                 self.traces.told(message.trace)
             case "batch":
@@ -120,18 +123,29 @@ class Session:
 
     async def messages(self) -> AsyncIterator[pb.DaemonMessage]:
         """Everything to send, until the session has ended; a sign of life where there is nothing else for a while."""
-        while True:
-            if not self._ready.is_set():
-                try:
-                    await asyncio.wait_for(self._ready.wait(), self._alive_interval_s)
-                except TimeoutError:
-                    yield pb.DaemonMessage(alive=pb.Alive())
-                    continue
-            self._ready.clear()
-            while batch := self._waiting():
-                yield batch[0] if len(batch) == 1 else pb.DaemonMessage(batch=pb.DaemonBatch(messages=batch))
-            if self._ending is not None and self._ending.done() and not self._direct and not self.job.outbox:
-                return
+        clock, interval_s = self._loop.time, self._alive_interval_s
+        said_s = clock()
+        beat = self._loop.call_later(interval_s, self._beat)
+        try:
+            while True:
+                await self._ready.wait()
+                self._ready.clear()
+                while batch := self._waiting():
+                    said_s = clock()
+                    yield batch[0] if len(batch) == 1 else pb.DaemonMessage(batch=pb.DaemonBatch(messages=batch))
+                if self._ending is not None and self._ending.done() and not self._direct and not self.job.outbox:
+                    return
+                if beat.when() <= clock():
+                    if said_s + interval_s <= clock():
+                        said_s = clock()
+                        yield pb.DaemonMessage(alive=pb.Alive())
+                    beat = self._loop.call_at(said_s + interval_s, self._beat)
+        finally:
+            beat.cancel()
+
+    def _beat(self) -> None:
+        """It may be time for a sign of life. One timer for many messages: one for each would cost more than they do."""
+        self._ready.set()
 
     def _waiting(self) -> list[pb.DaemonMessage]:
         """What is to be sent now, in order."""
@@ -164,7 +178,11 @@ class Session:
         self._ready.set()
 
     def _wake_from_any_thread(self) -> None:
-        if self.job.outbox:
+        if not self.job.outbox:
+            return
+        if threading.get_ident() == self._thread:
+            self._ready.set()
+        else:
             _call_soon(self._loop, self._ready.set)
 
 

@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from tiermem.bundle import TierName
 from tiermem.errors import ProtocolError
 from tiermem.rpc.status import error_from_rpc
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
-from tiermem.stats import JobStats, StoreStats, TierStats
+from tiermem.stats import DeviceLink, JobStats, StoreStats, TierStats
 from tiermem.units import format_size
 from tiermem_daemon.health import SERVICE
 
@@ -75,6 +76,8 @@ def show(stats: StoreStats, stream: TextIO) -> None:
 def _tiers(tiers: dict[str, TierStats]) -> Table:
     table = _table("tier", ">used", ">capacity", "", ">%")
     for name, tier in tiers.items():
+        if name == TierName.DEVICE and not tier.capacity_bytes:
+            continue  # no trainer has one
         bar = ProgressBar(total=max(1, tier.capacity_bytes), completed=tier.used_bytes, width=_BAR_COLUMNS)
         percent = f"{100 * tier.used_bytes / max(1, tier.capacity_bytes):.0f}"
         table.add_row(name, format_size(tier.used_bytes), format_size(tier.capacity_bytes), bar, percent)
@@ -84,6 +87,8 @@ def _tiers(tiers: dict[str, TierStats]) -> Table:
 def _links(stats: StoreStats) -> Table:
     table = _table("link", ">moved", ">transfers", ">rate in I/O", ">queued", ">time queued")
     for name, link in stats.links.items():
+        if name in set(DeviceLink) and not stats.tiers[TierName.DEVICE].capacity_bytes and not link.bytes:
+            continue
         rate = f"{format_size(round(link.bytes / link.seconds))}/s" if link.seconds else "-"
         queue = f"{link.queue_seconds:.1f} s"
         table.add_row(name, format_size(link.bytes), str(link.transfers), rate, format_size(link.queued_bytes), queue)
@@ -108,9 +113,11 @@ def _directories(stats: StoreStats) -> Table:
 
 
 def _jobs(jobs: tuple[JobStats, ...]) -> Table:
-    table = _table("job", ">pid", ">dram", ">flash", ">dirty", ">bundles", ">leases", ">hits", ">misses", ">waits")
+    names = ["dram", "flash", *(["device"] if any("device" in job.tiers for job in jobs) else [])]
+    columns = [f">{name}" for name in names]
+    table = _table("job", ">pid", *columns, ">dirty", ">bundles", ">leases", ">hits", ">misses", ">waits")
     for job in jobs:
-        tiers = [format_size(job.tiers[name].used_bytes) if name in job.tiers else "-" for name in ("dram", "flash")]
+        tiers = [format_size(job.tiers[name].used_bytes) if name in job.tiers else "-" for name in names]
         counts = [job.bundles, job.leases, job.hits, job.misses]
         waits = f"{sum(job.stall_seconds.values()):.1f} s"
         table.add_row(job.job, str(job.pid), *tiers, format_size(job.dirty_bytes), *map(str, counts), waits)

@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 import tiermem
-from tests.integration.daemon_process import Daemon, environment, serve
+from tests.integration.daemon_process import Daemon, environment, serve, within
 from tests.integration.scripts import BlockModel, Script, begin, compare, managed, run
 from tests.integration.tiny_training import make, train
-from tiermem.errors import InvalidArgument, ResourceExhausted, Unsupported
+from tiermem.errors import InvalidArgument, ResourceExhausted, TiermemError, Unsupported
+from tiermem.stats import DeviceLink, LinkStats
 from tiermem.units import MIB
 from tiermem_client.device_memory import DeviceMemory
 
@@ -162,3 +164,37 @@ def test_a_device_too_small_for_what_is_computed_with_at_once_leaves_the_script_
     with pytest.raises(ResourceExhausted, match=r"4\.0 MiB are computed with at once .* give it that much"):
         tiermem.attach(whole, dram=LARGE, endpoint=daemon.endpoint, device=f"emulated:{2 * MIB}")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def _flush_until_told(job: tiermem.Job) -> None:
+    for _ in range(1000):
+        job.flush()
+        time.sleep(0.01)
+
+
+def test_the_daemon_shows_what_the_trainer_reports(daemon: Daemon) -> None:
+    """Of a job while it runs, and in totals that stay."""
+    links = [f"{link}" for link in DeviceLink]
+    before = daemon.stats()
+    model, optimizer, data = make()
+    with tiermem.attach(model, optimizer, dram=LARGE, endpoint=daemon.endpoint, device=f"emulated:{MIB}") as job:
+        train(model, optimizer, data, 2)
+        job.flush()
+        mine, now = job.stats(), daemon.stats()
+        (row,) = now.jobs
+        assert row.tiers["device"] == now.tiers["device"] == mine.tiers["device"]
+        assert row.tiers["device"].capacity_bytes == MIB
+        for link in links:
+            assert row.links[link].bytes == mine.links[link].bytes > 0
+            assert now.links[link].bytes - before.links[link].bytes == mine.links[link].bytes
+        moved = job.residency.memory.stats().report
+        assert moved is not None
+        less = dataclasses.replace(moved, links=dict.fromkeys(moved.links, LinkStats()))
+        job.residency.session.report_device(less)
+        with pytest.raises(TiermemError, match="has fallen"):
+            _flush_until_told(job)
+        job.close()
+    within(2.0, daemon.left_of_jobs)
+    after = daemon.stats()
+    assert after.tiers["device"].capacity_bytes == 0
+    assert [after.links[link].bytes for link in links] == [now.links[link].bytes for link in links]

@@ -55,7 +55,7 @@ class Machine(RuleBasedStateMachine):
             EmulatedEngine(Pace(latency_s=2e-4)),
             Lookahead(lambda: float(next(self.clock))),
         )
-        self.bundles: list[Bundle] = []
+        self.mine: list[Bundle] = []
         self.stored: dict[Bundle, bytes] = {}  # the newest committed version
         self.newest: dict[Bundle, bytes] = {}
 
@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
     def declare(self) -> None:
         for number, nbytes in enumerate(SIZES, 1):
             spec = BundleSpec(number, Kind.PARAM, "unit", nbytes, ())
-            self.bundles.append(Bundle(spec, self.memory.reserve(nbytes)))
+            self.mine.append(Bundle(spec, self.memory.reserve(nbytes)))
 
     def teardown(self) -> None:
         self.memory.close()
@@ -96,7 +96,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, len(SIZES) - 1), writes=st.booleans(), seed=st.integers(0, 255))
     def enter(self, number: int, writes: bool, seed: int) -> None:
-        bundle = self.bundles[number]
+        bundle = self.mine[number]
         if bundle.holders:
             return
         new = bundle not in self.newest
@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
             self.lease(bundle, mode)
         elif bundle.lease is not None and mode.writes and not bundle.lease.mode.writes:
             return  # an upgrade is a new lease of the same frames: nothing that this is told of
-        held = [b for b in self.bundles if b.holders]
+        held = [b for b in self.mine if b.holders]
         if sum(-(-b.spec.nbytes // DEVICE_FRAME) for b in [*held, bundle]) > DEVICE_FRAMES:
             with pytest.raises(WorkingSetTooLarge):
                 self.memory.entered(bundle, mode)
@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, len(SIZES) - 1))
     def leave(self, number: int) -> None:
-        bundle = self.bundles[number]
+        bundle = self.mine[number]
         if bundle.holders:
             bundle.holders = 0
             self.memory.left(bundle)
@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(numbers=st.sets(st.integers(0, len(SIZES) - 1)))
     def commit(self, numbers: set[int]) -> None:
-        owed = [b for b in (self.bundles[n] for n in sorted(numbers)) if b.written or b.owed]
+        owed = [b for b in (self.mine[n] for n in sorted(numbers)) if b.written or b.owed]
         self.memory.store(owed)
         for bundle in owed:
             assert self.in_lease(bundle) == self.newest[bundle]
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
     @rule(number=st.integers(0, len(SIZES) - 1))
     def end(self, number: int) -> None:
         """Of a reading lease also while it is held, of a writing one when what was written is committed."""
-        bundle = self.bundles[number]
+        bundle = self.mine[number]
         if bundle.lease is None or bundle.written or bundle.owed or (bundle.holders and bundle.lease.mode.writes):
             return
         self.memory.ended(bundle)
@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, len(SIZES) - 1))
     def discard(self, number: int) -> None:
-        bundle = self.bundles[number]
+        bundle = self.mine[number]
         if bundle.holders or bundle.lease is not None:
             return
         self.memory.forget(bundle)

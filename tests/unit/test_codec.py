@@ -28,6 +28,7 @@ from tiermem.notices import MAX_COUNT, MAX_TEXT, Notice, NoticeKind
 from tiermem.plan import Access, Phase
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem.stats import DeviceLink, DeviceReport, LinkStats, TierStats
 
 CAP_BYTES = 1 << 20
 FRAMES = 512
@@ -108,6 +109,38 @@ adoptions = st.builds(
 @given(adoptions)
 def test_an_adoption_arrives(adoption: Adoption) -> None:
     assert codec.decode_adopt(wire(codec.encode_adopt(adoption)).adopt) == adoption
+
+
+counts = st.builds(LinkStats, st.integers(0, 1 << 62), st.integers(0, 1 << 40), st.floats(0, 1e9), st.floats(0, 1e9))
+device_reports = st.builds(
+    lambda capacity, used, to, back: DeviceReport(
+        TierStats(capacity, min(used, capacity)), {DeviceLink.DRAM_TO_DEVICE: to, DeviceLink.DEVICE_TO_DRAM: back}
+    ),
+    st.integers(0, 1 << 60),
+    st.integers(0, 1 << 60),
+    counts,
+    counts,
+)
+
+
+@given(device_reports)
+def test_a_report_of_a_device_arrives(report: DeviceReport) -> None:
+    assert codec.decode_device_report(wire(codec.encode_device_report(report)).device_report) == report
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"capacity_bytes": (1 << 60) + 1}, "device_report.capacity_bytes is 1152921504606846977"),
+        ({"capacity_bytes": 10, "used_bytes": 11}, r"device_report.used_bytes is 11, outside 0 .. 10"),
+        ({"dram_to_device": pb.DeviceLinkCount(bytes=1 << 63)}, "device_report.dram_to_device.bytes is"),
+        ({"device_to_dram": pb.DeviceLinkCount(seconds=float("nan"))}, "device_report.device_to_dram has taken nan s"),
+        ({"device_to_dram": pb.DeviceLinkCount(queue_seconds=-1.0)}, "has taken -1.0 s, which is no time"),
+    ],
+)
+def test_absurd_reports_of_a_device_are_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        codec.decode_device_report(wire(pb.DeviceReport(**fields)))
 
 
 notices = st.builds(Notice, st.sampled_from(NoticeKind), st.text(max_size=MAX_TEXT), st.integers(1, MAX_COUNT))

@@ -19,6 +19,7 @@ from tiermem import __version__
 from tiermem.errors import Code, ConfigError
 from tiermem.notices import NoticeKind
 from tiermem.stats import (
+    DeviceLink,
     DirectoryStats,
     EvictReason,
     JobStats,
@@ -123,7 +124,7 @@ def test_every_number_of_a_snapshot_arrives() -> None:
 
 def test_known_label_sets_are_there_at_zero_from_the_start() -> None:
     series = scrape(EMPTY)
-    for link in Link:
+    for link in (*Link, *DeviceLink):
         assert value(series, "tiermem_transfer_bytes_total", link=link) == 0
     for code in Code:
         assert value(series, "tiermem_errors_total", code=code) == 0
@@ -133,7 +134,7 @@ def test_known_label_sets_are_there_at_zero_from_the_start() -> None:
         assert value(series, "tiermem_stall_seconds_total", cause=cause) == 0
     for errno in ("EIO", "ENOSPC"):
         assert value(series, "tiermem_io_errors_total", errno=errno) == 0
-    for tier in ("dram", "flash"):
+    for tier in ("dram", "flash", "device"):
         assert value(series, "tiermem_tier_used_bytes", tier=tier) == 0
     assert value(series, "tiermem_evictions_total", from_="dram", to="flash", reason="demand") == 0
     missing = {row.name for row in TABLE} - {name for name, _ in series}

@@ -159,6 +159,42 @@ def test_an_urgent_read_overtakes_between_chunks(new_mover: NewMover) -> None:
     assert log.names == ["urgent", "second", "third"]
 
 
+@pytest.mark.parametrize("writes_due_s", [math.inf, 5.0, -math.inf])
+def test_an_urgent_read_overtakes_write_backs_at_the_next_chunk(new_mover: NewMover, writes_due_s: float) -> None:
+    """Those under way and those queued, and also those that somebody waits for (-inf), since he waits longer anyway."""
+    mover, log, first, second, read = new_mover(workers_per_place=2), Log(), Gate(), Gate(), Done()
+    submit(mover, first, second, log("third chunk"), link=WRITE, deadline_s=writes_due_s)
+    first.wait_entered()
+    second.wait_entered()
+    queued = [Done() for _ in range(3)]
+    for done in queued:
+        submit(mover, log("write-back"), link=WRITE, deadline_s=writes_due_s, done=done)
+    mover.submit(Transfer(WRITE, 1, lambda: Prepared(0, (log("prepared"),)), Done(), writes_due_s))
+    submit(mover, log("read"), deadline_s=-math.inf, done=read)
+    first.open()  # one worker is free, the other writes on
+    assert read.wait() is None
+    assert log.names[0] == "read"
+    second.open()
+    assert mover.wait_idle(WAIT_S)
+    assert sorted(log.names[1:]) == ["prepared", "third chunk", "write-back", "write-back", "write-back"]
+
+
+def test_write_backs_leave_workers_for_reads(new_mover: NewMover) -> None:
+    """However many are queued, an urgent read of several chunks begins at once, on the workers that must not write."""
+    mover, write, reads = new_mover(workers_per_place=4), Gate(), [Gate(), Gate()]
+    for _ in range(8):
+        submit(mover, write, write, link=WRITE, deadline_s=-math.inf)
+    write.wait_entered()
+    write.wait_entered()
+    submit(mover, *reads)
+    for gate in reads:
+        gate.wait_entered()
+        gate.open()
+    assert not write.entered.acquire(blocking=False)
+    write.open()
+    assert mover.wait_idle(WAIT_S)
+
+
 def test_at_most_two_write_at_a_time(new_mover: NewMover) -> None:
     mover, gate, read = new_mover(workers_per_place=4), Gate(), Done()
     for _ in range(2):
@@ -181,6 +217,26 @@ def test_a_slow_place_does_not_hold_up_another(new_mover: NewMover) -> None:
     submit(mover, Log()("a"), place=1, done=done)
     assert done.wait() is None
     gate.open()
+
+
+def test_a_place_that_hangs_with_all_its_workers_does_not_hold_up_another(new_mover: NewMover) -> None:
+    """Nor the preparation of write-backs for the other one, however much is queued."""
+    mover, gate, log = new_mover(places=2, workers_per_place=3), Gate(), Log()
+    for _ in range(20):
+        submit(mover, gate, gate)
+        mover.submit(Transfer(WRITE, 1, lambda: Prepared(0, (gate,)), Done()))
+    for _ in range(3):
+        gate.wait_entered()
+    dones = [Done() for _ in range(6)]
+    for i, done in enumerate(dones):
+        if i % 2:
+            submit(mover, log("read"), place=1, done=done)
+        else:
+            mover.submit(Transfer(WRITE, 1, lambda: Prepared(1, (log("write"),)), done))
+    assert [done.wait() for done in dones] == [None] * 6
+    assert sorted(log.names) == ["read"] * 3 + ["write"] * 3
+    gate.open()
+    assert mover.wait_idle(WAIT_S)
 
 
 def test_an_error_cancels_the_remaining_chunks(new_mover: NewMover) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tiermem.errors import ProtocolError
+from tiermem.grants.messages import Accessed, ClientBody, Commit, Done, Used
+from tiermem.plan import Access, Phase
 from tiermem.rpc import codec
 from tiermem.rpc.v1 import tiermem_pb2 as pb
-from tiermem_client.outgoing import Outgoing
+from tiermem_client.outgoing import ClientLock, Outgoing
 
 
 def done(serial: int) -> pb.ClientMessage:
@@ -76,3 +80,72 @@ def test_no_batch_is_larger_than_the_daemon_takes() -> None:
 def test_what_no_client_sends_is_refused(inner: list[pb.ClientMessage]) -> None:
     with pytest.raises(ProtocolError, match="batch"):
         codec.messages_of(pb.ClientBatch(messages=inner))
+
+
+ACCESS = Accessed("main", Access("layers.1", Phase.FORWARD))
+
+
+def decoded(message: pb.ClientMessage) -> list[ClientBody]:
+    return [codec.decode_client(m) for m in (message.batch.messages or (message,))]
+
+
+def test_values_are_encoded_in_their_order_and_neighbouring_uses_are_one() -> None:
+    outgoing = Outgoing()
+    outgoing.put(Used((1,)), Used((2,)), ACCESS, Used((3,)))
+    outgoing.put(done(7), Used((4,)))
+    outgoing.put(Used((5,)), Commit(((4, 9, 2),)), Done(4))
+    outgoing.close()
+    [batch] = outgoing
+    assert decoded(batch) == [
+        Used((1, 2)),
+        ACCESS,
+        Used((3,)),
+        Done(7),
+        Used((4, 5)),
+        Commit(((4, 9, 2),)),
+        Done(4),
+    ]
+    assert outgoing.sent == 1
+
+
+def test_nothing_is_lost_where_more_waits_than_a_batch_takes() -> None:
+    outgoing = Outgoing()
+    outgoing.put(*map(Done, range(codec.MAX_BATCH + 5)))
+    outgoing.put(pb.ClientMessage(close=pb.Close()))
+    outgoing.close()
+    *batches, last = outgoing
+    assert [one for batch in batches for one in decoded(batch)] == [Done(n) for n in range(codec.MAX_BATCH + 5)]
+    assert last.WhichOneof("body") == "close"
+
+
+def test_a_lock_hands_over_once_at_the_end_of_the_outermost_section() -> None:
+    calls: list[int] = []
+    lock = ClientLock(lambda: calls.append(1))
+    with lock:
+        with lock:
+            pass
+        assert calls == []
+    assert calls == [1]
+    with pytest.raises(ValueError, match="mine"), lock:
+        raise ValueError("mine")
+    assert calls == [1, 1], "what was decided before an error was decided all the same"
+
+
+def test_a_lock_hands_over_before_a_wait_in_any_depth() -> None:
+    calls: list[str] = []
+    lock = ClientLock(lambda: calls.append(threading.current_thread().name))
+
+    def answer() -> None:
+        with lock:
+            lock.notify_all()
+
+    with lock, lock:
+        other = threading.Thread(target=answer, name="answer")
+        other.start()
+        assert lock.wait(20.0)
+        assert calls == [threading.current_thread().name, "answer"]
+    other.join()
+    assert len(calls) == 3
+    with lock:  # the depth is right again
+        pass
+    assert len(calls) == 4

@@ -203,7 +203,7 @@ def test_totals_never_fall_when_jobs_end(new_store: NewStore) -> None:
     assert after.evictions == before.evictions
     assert after.stall_seconds == before.stall_seconds
     assert before.errors == after.errors == {"NOT_FOUND": 1}
-    assert all(after.links[link].bytes >= before.links[link].bytes > 0 for link in before.links)
+    assert all(after.links[link].bytes >= before.links[link].bytes > 0 for link in Link)
     assert (before.jobs[0].job, after.jobs) == ("job", ())
     assert (before.sessions_opened, before.sessions_ended) == (1, {})
     assert (after.sessions_opened, after.sessions_ended) == (1, {"died": 1})

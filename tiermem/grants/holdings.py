@@ -16,7 +16,7 @@ from tiermem.grants.messages import Demand, Grant, Refuse
 from tiermem.grants.pins import Lane, Pin, Pins
 from tiermem.grants.room import flash_frames
 from tiermem.placement.base import Placement
-from tiermem.residency import FRAMED, RESIDENT, BundleRecord, Event, State
+from tiermem.residency import FRAMED, IDLE, IN_TRANSFER, RESIDENT, BundleRecord, Event, State
 from tiermem.stats import EvictReason, StallCause
 from tiermem.units import format_size
 
@@ -53,9 +53,16 @@ class Holdings:
         self.foresight = foresight or NothingForeseen()
         self.ahead_frames = ahead_frames
         self.ahead_paused = False  # a transfer has failed; the next demand tries again, once
+        self._stirred = 0  # frames that have become free or evictable since the window was looked through
+        self._look_far = True  # the window is to be looked through
+        self._awaited: set[int] = set()  # bundles in transfer that would be granted if they were here
         self._serial = 0
         self.specs: dict[int, BundleSpec] = {}
         self.bundles: dict[int, BundleRecord] = {}
+        self._idle: set[int] = set()  # bundles that could leave, but for pins: kept by `_apply`
+        self._moving: set[int] = set()  # bundles in transfer: kept by `_apply`
+        self._bundle_frames = 0  # of all bundles
+        self._charged = 0  # frames that count against the flash quota
         self.newest: dict[int, int] = {}  # the live bundle of a form that was made last
         self.adopted: set[int] = set()  # specs
         self.lanes: dict[str, Lane] = {}
@@ -70,23 +77,46 @@ class Holdings:
     def _new_bundle(self, spec: BundleSpec) -> BundleRecord:
         return BundleRecord(self._next_bundle_id(), spec, self._frames_for(spec.nbytes))
 
+    def _apply(self, record: BundleRecord, event: Event) -> None:
+        """Every change of state goes through here."""
+        record.apply(event)
+        state, bundle = record.state, record.bundle_id
+        if state in IDLE:
+            self._idle.add(bundle)
+            self._moving.discard(bundle)
+        else:
+            self._idle.discard(bundle)
+            if state in IN_TRANSFER:
+                self._moving.add(bundle)
+            else:
+                self._moving.discard(bundle)
+
+    def _charge(self, record: BundleRecord, charged: bool) -> None:
+        """Let a bundle that is held count against the flash quota, or not."""
+        self._charged += (charged - record.charged) * record.frames
+        record.charged = charged
+
     def _enter(self, record: BundleRecord) -> None:
         self.bundles[record.bundle_id] = record
+        self._bundle_frames += record.frames
+        self._charged += record.charged * record.frames
         self.newest[record.spec.spec_id] = record.bundle_id
 
     def _leave(self, record: BundleRecord) -> None:
         self._placement.forget(record.bundle_id)
         del self.bundles[record.bundle_id]
+        self._bundle_frames -= record.frames
+        self._charged -= record.charged * record.frames
         if self.newest.get(record.spec.spec_id) == record.bundle_id:
             del self.newest[record.spec.spec_id]
 
     def _discard(self, record: BundleRecord) -> None:
-        record.apply(Event.DISCARD)
+        self._apply(record, Event.DISCARD)
         if record.state == State.GONE:
             self._bury(record)
 
     def _drain(self, record: BundleRecord) -> None:
-        record.apply(Event.DRAINED)
+        self._apply(record, Event.DRAINED)
         self._bury(record)
 
     def _bury(self, record: BundleRecord) -> None:
@@ -102,6 +132,7 @@ class Holdings:
         if record.runs:
             self._frames.give(record.runs)
             record.runs = ()
+            self._stirred += record.frames
 
     # -- grants
 
@@ -125,8 +156,9 @@ class Holdings:
         del self.pins.granted[serial]
         record = self.bundles[bundle]
         self._placement.used(bundle)
+        self._stirred += record.frames
         if record.state == State.BLANK and bundle not in self.pins.leased():
-            record.apply(Event.ABANDON)
+            self._apply(record, Event.ABANDON)
             self._release_frames(record)
             self._forget_if_absent(record)
         self._settle_charge(record)
@@ -134,7 +166,7 @@ class Holdings:
     def _settle_charge(self, record: BundleRecord) -> None:
         """An adopted bundle that nobody has written, and nobody may write any more, takes no flash room."""
         if record.external and record.flash_version == record.version:
-            record.charged = self.pins.may_be_written(record.bundle_id)
+            self._charge(record, self.pins.may_be_written(record.bundle_id))
 
     # -- look-ups
 
@@ -147,7 +179,7 @@ class Holdings:
             return None
         if self._fits_flash(record.frames):
             return None
-        charged = self._size(self._charged_frames())
+        charged = self._size(self._charged)
         return (
             f"{record.spec} does not fit: the job's bundles take {charged} of a flash quota of "
             f"{self._size(self._flash_quota_frames)}, of which {self._size(self._spare_frames)} stay spare, "
@@ -155,10 +187,7 @@ class Holdings:
         )
 
     def _fits_flash(self, frames: int) -> bool:
-        return self._charged_frames() + frames + self._spare_frames <= self._flash_quota_frames
-
-    def _charged_frames(self) -> int:
-        return sum(r.frames for r in self.bundles.values() if r.charged)
+        return self._charged + frames + self._spare_frames <= self._flash_quota_frames
 
     def _spec(self, spec_id: int) -> BundleSpec:
         spec = self.specs.get(spec_id)
@@ -187,6 +216,9 @@ class Holdings:
         assert budgets <= self._frames.frames, "budgets exceed the arena"
         copies = flash_frames(r for r in self.bundles.values() if r.state != State.DOOMED)
         assert copies <= self._flash_quota_frames, f"{copies} flash frames of a quota of {self._flash_quota_frames}"
+        assert self._charged == sum(r.frames for r in self.bundles.values() if r.charged), "charges were miscounted"
+        assert self._idle == {b for b, r in self.bundles.items() if r.state in IDLE}, f"idle: {self._idle}"
+        assert self._moving == {b for b, r in self.bundles.items() if r.state in IN_TRANSFER}, f"moving: {self._moving}"
         for spec, bundle in self.newest.items():
             assert self.bundles[bundle].spec.spec_id == spec, f"bundle {bundle} is not of form {spec}"
         for pin in self.pins.granted.values():

@@ -15,7 +15,7 @@ from tiermem.grants.effects import Effect, Send
 from tiermem.grants.messages import Accessed, ClientBody, Commit, Demand, Discard, Done, Surrender, Used, Void
 from tiermem.grants.pins import Lane, OpenDemand, Pins
 from tiermem.grants.serving import Serving
-from tiermem.residency import IN_TRANSFER, BundleRecord, Event, State
+from tiermem.residency import BundleRecord, Event, State
 
 MAX_SPECS = 1 << 18  # in a session
 MAX_LANES = 64
@@ -58,6 +58,7 @@ class GrantLedger(Serving):
             )
         lane = self.lanes.setdefault(name, Lane(name, room, floor))
         lane.budget_frames, lane.floor_frames = room, floor
+        self._look_far = True
         if lane.target_frames is not None and lane.target_frames < floor:
             lane.target_frames = None
         return lane
@@ -71,7 +72,7 @@ class GrantLedger(Serving):
             raise ProtocolError(f"spec {spec_id} is adopted twice")
         self.adopted.add(spec_id)
         record = self._new_bundle(spec)
-        record.apply(Event.ADOPT)
+        self._apply(record, Event.ADOPT)
         record.version = record.flash_version = 1
         record.external, record.charged = True, False
         self._enter(record)
@@ -105,13 +106,22 @@ class GrantLedger(Serving):
             case Accessed(name, access):
                 if name not in self.lanes:
                     raise ProtocolError(f"lane {name!r} was never admitted")
-                self.foresight.accessed(name, access)
+                if self.foresight.accessed(name, access):
+                    self._look_far = True
             case Commit():
                 self._commit(message)
             case Done():
                 self._unpin(message.serial)
             case Discard():
                 self._discard_idle(message.bundles)
+
+    def _go_on_after(self, bundle: int) -> list[Effect]:
+        """The transfer of a bundle has ended. Serve whom that matters to: mostly nobody, as what runs ahead comes long
+        before it is used.
+        """
+        if self.pins.open or bundle in self._awaited or self._sees_far():
+            return self._go_on()
+        return self._take_effects()
 
     def _go_on(self) -> list[Effect]:
         self._settle_budgets()
@@ -138,7 +148,8 @@ class GrantLedger(Serving):
             return
         if demand.mode == Mode.CREATE:
             self._enter(record)
-        record.charged = record.charged or demand.mode.writes
+        if demand.mode.writes:
+            self._charge(record, True)
         if demand.mode == Mode.CREATE:
             self.creates += 1
         elif self._grantable(record, demand.mode):
@@ -160,6 +171,7 @@ class GrantLedger(Serving):
 
     def _begin_epoch(self, lane: Lane, epoch: int, held: Collection[int]) -> None:
         """The lane's unused grants are void; answers on their way are not (C1)."""
+        self._look_far = True  # something was not as foreseen
         lane.epoch = epoch
         for serial in self.pins.void(lane.name, held):
             self._unpin(serial)
@@ -223,7 +235,7 @@ class GrantLedger(Serving):
                 raise ProtocolError(f"commit of version {version} of bundle {bundle}, which has version {known}")
         for serial, bundle, version in commit.updated:
             record = self.bundles[bundle]
-            record.apply(Event.COMMIT)
+            self._apply(record, Event.COMMIT)
             record.version = version
             self.pins.granted[serial].mode = Mode.READ
         for serial, bundle in commit.consumed:
@@ -253,8 +265,8 @@ class GrantLedger(Serving):
         if record.state == State.DOOMED:
             self._drain(record)
         else:
-            record.apply(Event.LOADED)
-        return self._go_on()
+            self._apply(record, Event.LOADED)
+        return self._go_on_after(bundle)
 
     def load_failed(self, bundle: int, error: TiermemError) -> list[Effect]:
         """The flash copy could not be read; it stays the newest one, and who waits is told."""
@@ -263,7 +275,7 @@ class GrantLedger(Serving):
         if record.state == State.DOOMED:
             self._drain(record)
             return self._go_on()
-        record.apply(Event.LOAD_FAILED)
+        self._apply(record, Event.LOAD_FAILED)
         self._release_frames(record)
         for waiting in [d for d in self.pins.open if d.bundle == bundle]:
             self._give_up(waiting, error.code, str(error))
@@ -275,10 +287,11 @@ class GrantLedger(Serving):
         if record.state == State.DOOMED:
             self._drain(record)
         else:
-            record.apply(Event.WRITTEN)
+            self._apply(record, Event.WRITTEN)
             record.flash_version = record.version
             record.external = False
-        return self._go_on()
+            self._stirred += record.frames
+        return self._go_on_after(bundle)
 
     def write_failed(self, bundle: int, error: TiermemError) -> list[Effect]:
         """The bytes stay dirty in DRAM. Demands that wait for room are told why there is none."""
@@ -287,7 +300,7 @@ class GrantLedger(Serving):
         if record.state == State.DOOMED:
             self._drain(record)
             return self._go_on()
-        record.apply(Event.WRITE_FAILED)
+        self._apply(record, Event.WRITE_FAILED)
         for waiting in [d for d in self.pins.open if self.bundles[d.bundle].state in (State.FLASH, State.ABSENT)]:
             self._give_up(waiting, error.code, f"no room for {self.bundles[waiting.bundle].spec}: {error}")
         return self._go_on()
@@ -313,4 +326,4 @@ class GrantLedger(Serving):
     @property
     def drained(self) -> bool:
         """No frames are in transfer."""
-        return not any(r.state in IN_TRANSFER for r in self.bundles.values())
+        return not self._moving

@@ -13,21 +13,38 @@ from tiermem.bundle import BundleSpec, Mode
 from tiermem.grants.effects import Expedite, Load, WriteBack
 from tiermem.grants.holdings import Holdings
 from tiermem.grants.pins import Lane, OpenDemand
-from tiermem.grants.room import choose_evictions
-from tiermem.residency import IN_TRANSFER, BundleRecord, Event, State
+from tiermem.grants.room import Room, flash_frames
+from tiermem.residency import IDLE, IN_TRANSFER, BundleRecord, Event, State
 from tiermem.stats import EvictReason, StallCause
 
 ROOMS_AT_ONCE = 4
-"""Predicted uses for which room is made at a time. Each costs a look at every bundle, and room that is made long before
-it is needed is taken from what could have stayed.
+"""Predicted uses for which room is made at a time, or a part of the window (`WINDOW_PARTS`), if that is more. Room that
+is made long before it is needed is taken from what could have stayed.
 """
 
 GRANTS_AHEAD = 8
-"""Unused grants of a lane. More are sent as these are used; a demand voids them all, so many would be sent in vain."""
+"""Unused grants of a lane, or all of the access under way and the next one, if that is more. More are sent as these are
+used; a demand voids them all, so many would be sent in vain.
+"""
+
+WINDOW_PARTS = 16
+"""Looking for what to load ahead takes a look at every predicted use in the window, so it is done when so large a part
+of it is new. What has come near is looked at every time.
+"""
+
+_MOST_GRANTS_AHEAD = 256
 
 
 class Serving(Holdings):
     """Holdings, and the rules by which they are handed out."""
+
+    def _sees_far(self) -> bool:
+        """Whether the whole window is to be looked through now: always, where it is small."""
+        return self._look_far or self._small or self._stirred * WINDOW_PARTS >= self.ahead_frames
+
+    @property
+    def _small(self) -> bool:
+        return self.ahead_frames < 2 * WINDOW_PARTS or len(self.lanes) > 1
 
     def _serve(self) -> None:
         """Answer what can be answered, oldest first; make room for the oldest that lacks it; run ahead."""
@@ -40,10 +57,10 @@ class Serving(Holdings):
                 if self._make_room(record.frames, waiting):
                     record.runs = self._frames.take(record.frames)
                     if record.state == State.ABSENT:
-                        record.apply(Event.CREATE)
+                        self._apply(record, Event.CREATE)
                         self._answer(waiting, record)
                     else:
-                        record.apply(Event.LOAD)
+                        self._apply(record, Event.LOAD)
                         waiting.waited_for = StallCause.LOAD
                         self._effects.append(Load(record.bundle_id))
                 else:
@@ -54,8 +71,11 @@ class Serving(Holdings):
                 if record.state in IN_TRANSFER:
                     self._effects.append(Expedite(record.bundle_id))
         if not starved and not self.ahead_paused:
+            far = self._sees_far()
             for lane in self.lanes.values():
                 self._run_ahead(lane)
+            if far:
+                self._stirred, self._look_far = 0, False
 
     def _answer(self, waiting: OpenDemand, record: BundleRecord) -> None:
         demand = waiting.demand
@@ -68,8 +88,7 @@ class Serving(Holdings):
         """
         free = self._frames.free_frames
         if free < need:
-            bundles, stay = self.bundles.values(), self.pins.stay()
-            chosen = choose_evictions(need, free, bundles, stay, self._placement, self._flash_quota_frames)
+            chosen = self._room().evictions(need, free, self.pins.stay())
             assert chosen is not None, f"{need} frames demanded, but {free} and all that can leave are fewer"
             if waiting.waited_for is None:
                 self._effects.extend(map(Expedite, chosen.awaited))
@@ -78,71 +97,104 @@ class Serving(Holdings):
 
     def _evict(self, drop: Iterable[int], write: Iterable[int], reason: EvictReason, due_s: float) -> None:
         for bundle in drop:
-            self.bundles[bundle].apply(Event.DROP)
+            self._apply(self.bundles[bundle], Event.DROP)
             self._release_frames(self.bundles[bundle])
             self.evictions[reason] += 1
         for bundle in write:
-            self.bundles[bundle].apply(Event.WRITE)
+            self._apply(self.bundles[bundle], Event.WRITE)
             self._effects.append(WriteBack(bundle, due_s))
 
     # -- ahead of demands
+
+    def _room(self) -> Room:
+        return Room(self.bundles, self._idle, self._moving, self._placement, self._flash_free_frames)
+
+    def _flash_free_frames(self) -> int:
+        """For copies that write-backs make; at least so much where there is plenty, as counting takes a look at every
+        bundle.
+        """
+        plenty = self._flash_quota_frames - 2 * self._bundle_frames
+        if plenty > self._frames.frames:
+            return plenty
+        return self._flash_quota_frames - flash_frames(self.bundles.values())
 
     def _run_ahead(self, lane: Lane) -> None:
         """Grant what is resident and load or create what is not, in the predicted order, each bundle for its next use.
 
         Only bundles that are needed later may leave for it. A use that lacks frames does not hold up those behind it
-        that are resident already; frames for it come first.
+        that are resident already; frames for it come first. Where little has changed since the whole window was looked
+        through, only the nearest uses are, and nothing is loaded or created.
         """
+        bundles, newest = self.bundles, self.newest
+        far = self._sees_far()
         unused = self.pins.unused(lane.name)
         mine = self.pins.of_lane(lane.name)
-        pinned = sum(self.bundles[b].frames for b in mine)
+        pinned = sum(bundles[b].frames for b in mine)
         stay = self.pins.stay()  # and, as the walk goes on, what is needed sooner
         seen: set[int] = set()  # forms
+        awaited: set[int] = set()
+        if not self._small:
+            self._awaited = awaited
         ahead = short = lacking = 0  # frames; uses without frames, and what they and such as are to be made will take
-        sent = len(unused)
+        rooms_frames = self.ahead_frames // WINDOW_PARTS
+        sent, first = len(unused), None
+        room: Room | None = None
         for use in self.foresight.upcoming(lane.name):
-            if use.spec in seen:
+            spec_id = use.spec
+            if spec_id in seen:
                 continue
-            seen.add(use.spec)
-            spec, record = self.specs.get(use.spec), self.bundles.get(self.newest.get(use.spec, 0))
-            if spec is None or (record is None and not use.mode.writes):
-                continue  # nothing to read: another prediction that is wrong
-            frames = record.frames if record is not None else self._frames_for(spec.nbytes)
+            seen.add(spec_id)
+            record = bundles.get(newest.get(spec_id, 0))
+            writes = use.mode is Mode.UPDATE or use.mode is Mode.CREATE  # a property costs more than the rest here
+            if record is None:
+                if not writes or spec_id not in self.specs:
+                    continue  # nothing to read: another prediction that is wrong
+                frames = self._frames_for(self.specs[spec_id].nbytes)
+            else:
+                frames = record.frames
             ahead += frames
             if ahead > self.ahead_frames:
                 return
-            mode = Mode.UPDATE if use.mode.writes else Mode.READ
+            first = use.place if first is None else first
+            near = sent < GRANTS_AHEAD or (use.place == first and sent < _MOST_GRANTS_AHEAD)
+            crowded = short >= ROOMS_AT_ONCE and lacking >= rooms_frames
+            if (not near and (not far or crowded)) or (not far and len(seen) > _MOST_GRANTS_AHEAD):
+                return
+            mode = Mode.UPDATE if writes else Mode.READ
             if record is not None:
                 stay.add(record.bundle_id)
                 granted = unused.get(record.bundle_id)
                 if record.version == 0 or (granted is not None and granted.covers(mode)):
                     continue
-            if (record is None or (mode.writes and not record.charged)) and not self._fits_flash(frames):
+            if (record is None or (writes and not record.charged)) and not self._fits_flash(frames):
                 continue  # before anything is done for it: what is loaded is granted, or it could leave and come again
             cost = 0 if record is not None and record.bundle_id in mine else frames
             if pinned + cost > lane.room_frames:
                 return
             pinned += cost  # whether it is granted now or when its transfer has ended
-            if record is None or record.state == State.FLASH:
-                if short == ROOMS_AT_ONCE:
+            if record is None or record.state is State.FLASH:
+                if not far or crowded:
                     continue
                 lacking += frames
-                if not self._clear(lacking, stay, use.due_s):
+                room = room or self._room()
+                if not self._clear(room, lacking, stay, use.due_s):
                     return
-                if record is None and sent >= GRANTS_AHEAD:
+                if record is None and not near:
                     continue  # its frames are kept free: what is made is granted
                 if short or self._frames.free_frames < lacking:
                     short += 1
                     continue
                 lacking -= frames
-                record = self._fetch(record, spec, use.due_s)
-            if record.state == State.BLANK:
-                mode = Mode.CREATE
-            elif record.state not in (State.CLEAN, State.DIRTY):
-                continue  # it comes, or leaves for a use that is nearer: a grant would hold it
-            elif sent >= GRANTS_AHEAD:
+                record = self._fetch(record, self.specs[spec_id], use.due_s)
+            if not near:
                 continue
-            record.charged = record.charged or mode.writes
+            if record.state is State.BLANK:
+                mode = Mode.CREATE
+            elif record.state not in IDLE:
+                awaited.add(record.bundle_id)
+                continue  # it comes, or leaves for a use that is nearer: a grant would hold it
+            if writes:
+                self._charge(record, True)
             stay.add(record.bundle_id)
             self.pushes += 1
             sent += 1
@@ -152,24 +204,22 @@ class Serving(Holdings):
         """Take frames for a bundle and have them filled, or make it."""
         if record is not None:
             record.runs = self._frames.take(record.frames)
-            record.apply(Event.LOAD)
+            self._apply(record, Event.LOAD)
             self._placement.used(record.bundle_id)
             self._effects.append(Load(record.bundle_id, due_s))
             return record
         made = self._new_bundle(spec)
         made.runs = self._frames.take(made.frames)
-        made.apply(Event.CREATE)
+        self._apply(made, Event.CREATE)
         self._enter(made)
         self.creates += 1
         return made
 
-    def _clear(self, need: int, stay: set[int], due_s: float) -> bool:
+    def _clear(self, room: Room, need: int, stay: set[int], due_s: float) -> bool:
         """Send bundles that are needed later on their way, for `need` frames; False where they are too few."""
-        free = self._frames.free_frames
-        if free >= need:
+        if self._frames.free_frames >= need:
             return True
-        bundles = self.bundles.values()
-        chosen = choose_evictions(need, free, bundles, stay, self._placement, self._flash_quota_frames)
+        chosen = room.evictions(need, self._frames.free_frames, stay)
         if chosen is None:
             return False
         self._evict(chosen.drop, chosen.write, EvictReason.LOOKAHEAD, due_s)

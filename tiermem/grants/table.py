@@ -92,12 +92,11 @@ class GrantTable:
 
     def take(self, lane: str, target: int, mode: Mode) -> Lease | None:
         """A lease by a grant that is here already, or None: then demand it. `target` as in Demand."""
-        for serial, grant in self._unused[lane].items():
-            create = grant.mode == Mode.CREATE
-            if (grant.spec if create else grant.bundle) != target or create != (mode == Mode.CREATE):
-                continue
-            if grant.mode.covers(mode):
-                del self._unused[lane][serial]
+        unused, create = self._unused[lane], mode == Mode.CREATE
+        for serial, grant in unused.items():
+            made = grant.mode == Mode.CREATE
+            if (grant.spec if made else grant.bundle) == target and made == create and grant.mode.covers(mode):
+                del unused[serial]
                 self.counts.used += 1
                 self.outbox.append(Used((serial,)))
                 return self._lease(grant, mode)
@@ -167,7 +166,9 @@ class GrantTable:
     def _lease(self, grant: Grant, mode: Mode) -> Lease:
         # A commit may have overtaken it: the frames hold the newest bytes, the grant an older number.
         version = max(grant.version, self._live.get(grant.bundle, 0))
-        lease = self._leases[grant.serial] = Lease(replace(grant, version=version), mode)
+        if version != grant.version:
+            grant = replace(grant, version=version)
+        lease = self._leases[grant.serial] = Lease(grant, mode)
         self._live[grant.bundle] = version
         return lease
 

@@ -4,7 +4,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 
@@ -17,5 +17,5 @@ class Placement(Protocol):
     def forget(self, bundle_id: int) -> None:
         """The bundle is gone; unknown ids are ignored."""
 
-    def eviction_order(self, candidates: Iterable[int]) -> list[int]:
-        """The candidates, first to leave first."""
+    def eviction_order(self, candidates: Collection[int]) -> Iterable[int]:
+        """The candidates, first to leave first; to be read before this is asked again."""

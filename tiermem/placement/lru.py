@@ -19,5 +19,9 @@ class LeastRecentlyUsed:
     def forget(self, bundle_id: int) -> None:
         self._last_use.pop(bundle_id, None)
 
+    def last_use(self, bundle_id: int) -> int:
+        """A number that grows with every use of any bundle; 0 for what was never used."""
+        return self._last_use.get(bundle_id, 0)
+
     def eviction_order(self, candidates: Iterable[int]) -> list[int]:
-        return sorted(candidates, key=lambda b: self._last_use.get(b, 0))
+        return sorted(candidates, key=lambda b: (self._last_use.get(b, 0), b))

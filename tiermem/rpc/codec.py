@@ -9,6 +9,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 
+from tiermem.allocator import Run
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.errors import Code, InvalidArgument, ProtocolError
 from tiermem.file_pieces import Adoption
@@ -29,6 +30,7 @@ from tiermem.grants.messages import (
 from tiermem.notices import MAX_COUNT, MAX_TEXT, Notice, NoticeKind
 from tiermem.plan import Access, Phase
 from tiermem.rpc.v1 import tiermem_pb2 as pb
+from tiermem.stats import DeviceLink, DeviceReport, LinkStats, TierStats
 from tiermem.trace import CAPACITY, Recording, Span
 
 PROTOCOL = 1
@@ -44,7 +46,9 @@ _MAX_NAME = 4096
 _MAX_DIMENSIONS = 64
 _MAX_TRACE_TEXT = 200
 _MAX_TRACE_S = 86400.0
+_MAX_DEVICE_S = 1e10
 _SPAN = struct.Struct("<3I3dq2Q")
+_RUN = struct.Struct("<2I")
 _NOTICE_KINDS = {pb.NoticeKind.Value(f"NOTICE_KIND_{kind.name}"): kind for kind in NoticeKind}
 
 
@@ -124,6 +128,23 @@ def encode_client(message: ClientBody) -> pb.ClientMessage:
             return pb.ClientMessage(done=pb.Done(serial=serial))
         case Discard(bundles):
             return pb.ClientMessage(discard=pb.Discard(bundles=pack_u64(bundles)))
+
+
+def encode_together(items: Sequence[ClientBody | pb.ClientMessage]) -> pb.ClientMessage:
+    """One message for up to MAX_BATCH of them, in order; neighbouring Used become one."""
+    encoded: list[pb.ClientMessage] = []
+    used: list[int] = []
+    for item in items:
+        if isinstance(item, Used):
+            used += item.serials
+            continue
+        if used:
+            encoded.append(encode_client(Used(tuple(used))))
+            used = []
+        encoded.append(item if isinstance(item, pb.ClientMessage) else encode_client(item))
+    if used:
+        encoded.append(encode_client(Used(tuple(used))))
+    return encoded[0] if len(encoded) == 1 else pb.ClientMessage(batch=pb.ClientBatch(messages=encoded))
 
 
 def decode_client(message: pb.ClientMessage) -> ClientBody:
@@ -245,6 +266,33 @@ def decode_notice(notice: pb.Notice) -> Notice:
     return Notice(kind, notice.text, _in_range(notice.count, 1, MAX_COUNT, "notice.count"))
 
 
+def encode_device_report(report: DeviceReport) -> pb.ClientMessage:
+    counts = {
+        str(link): pb.DeviceLinkCount(
+            bytes=moved.bytes, transfers=moved.transfers, seconds=moved.seconds, queue_seconds=moved.queue_seconds
+        )
+        for link, moved in report.links.items()
+    }
+    tier = report.tier
+    message = pb.DeviceReport(capacity_bytes=tier.capacity_bytes, used_bytes=tier.used_bytes, **counts)
+    return pb.ClientMessage(device_report=message)
+
+
+def decode_device_report(message: pb.DeviceReport) -> DeviceReport:
+    """Raises ProtocolError for numbers that no device has."""
+    capacity_bytes = _in_range(message.capacity_bytes, 0, 1 << 60, "device_report.capacity_bytes")
+    used_bytes = _in_range(message.used_bytes, 0, capacity_bytes, "device_report.used_bytes")
+    links = {}
+    for link in DeviceLink:
+        count = getattr(message, link)
+        for seconds in (count.seconds, count.queue_seconds):
+            if not 0 <= seconds < _MAX_DEVICE_S:
+                raise ProtocolError(f"device_report.{link} has taken {seconds} s, which is no time")
+        moved_bytes = _in_range(count.bytes, 0, 1 << 62, f"device_report.{link}.bytes")
+        links[link] = LinkStats(moved_bytes, count.transfers, count.seconds, count.queue_seconds)
+    return DeviceReport(TierStats(capacity_bytes, used_bytes), links)
+
+
 def decode_trace(trace: pb.Trace) -> tuple[int, float, Recording]:
     """The number that AskTrace had, the trainer's clock, what it told. Raises ProtocolError as `decode_spans`."""
     if not math.isfinite(trace.now_s):
@@ -338,7 +386,7 @@ def _name(text: str, where: str) -> str:
 def encode_daemon(message: DaemonBody) -> pb.DaemonMessage:
     match message:
         case Grant():
-            runs = struct.pack(f"<{2 * len(message.runs)}I", *(v for run in message.runs for v in run))
+            runs = b"".join(_RUN.pack(*run) for run in message.runs)
             return pb.DaemonMessage(
                 grant=pb.Grant(
                     serial=message.serial,
@@ -362,7 +410,9 @@ def encode_daemon(message: DaemonBody) -> pb.DaemonMessage:
 
 def decode_grant(grant: pb.Grant, frames: int) -> Grant:
     """Raises ProtocolError for runs outside the arena of `frames` frames."""
-    runs = _unpack(grant.runs, "I", 4, 2, "grant.runs")
+    if len(grant.runs) % _RUN.size:
+        raise ProtocolError(f"grant.runs has {len(grant.runs)} bytes, not a multiple of {_RUN.size}")
+    runs: tuple[Run, ...] = tuple(_RUN.iter_unpack(grant.runs))
     for first, count in runs:
         if count < 1 or first + count > frames:
             raise ProtocolError(f"grant {grant.serial} names frames {first} .. {first + count} of an arena of {frames}")
@@ -374,13 +424,9 @@ def decode_grant(grant: pb.Grant, frames: int) -> Grant:
         grant.bundle,
         _mode(grant.mode),
         grant.version,
-        _as_runs(runs),
+        runs,
         grant.answers,
     )
-
-
-def _as_runs(rows: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
-    return tuple((first, count) for first, count in rows)
 
 
 def decode_refuse(refuse: pb.Refuse) -> Refuse:

@@ -134,8 +134,8 @@ class _Oracle:
 
     prediction: Prediction = ()
 
-    def accessed(self, lane: str, access: Access) -> None:
-        pass
+    def accessed(self, lane: str, access: Access) -> bool:
+        return True
 
     def used(self, lane: str, spec: BundleSpec, mode: Mode) -> None:
         pass

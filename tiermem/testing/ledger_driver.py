@@ -40,8 +40,9 @@ class Foreseen:
         self.uses: dict[str, list[Use]] = {}
         self.told: list[tuple[object, ...]] = []
 
-    def accessed(self, lane: str, access: Access) -> None:
+    def accessed(self, lane: str, access: Access) -> bool:
         self.told.append((lane, access))
+        return True
 
     def used(self, lane: str, spec: BundleSpec, mode: Mode) -> None:
         self.told.append((lane, spec.spec_id, mode))

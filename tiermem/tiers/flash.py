@@ -1,5 +1,5 @@
-"""The flash tier of one job: frames of preallocated segment files, whole extents round-robin over the flash
-directories.
+"""The flash tier of one job: frames of preallocated segment files, each extent in the flash directory that is least
+behind with writing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class FlashTier:
     alike.
 
     I/O goes straight between file and views (O_DIRECT) where the directory allows it. Several threads may reserve at
-    once: while one grows a file, others take frames, or grow the file of another directory. Files are not synced: what
-    they hold dies with the daemon.
+    once: while one grows a file, others take frames, or grow the file of another directory. Directories take turns
+    unless one has more bytes waiting to be written, of all jobs: a slow one gets less, one that hangs nothing more.
+    Files are not synced: what they hold dies with the daemon.
 
     `quota_bytes` bounds the job; None leaves the directories' own quotas. Raises TierFull or TierIOError if a file
     cannot be made.
@@ -61,7 +62,7 @@ class FlashTier:
         self._name = name
         self._capacity_bytes = room if quota_bytes is None else min(room, quota_bytes // frame_bytes * frame_bytes)
         self._changed = threading.Condition()  # owner: this tier; not held across I/O; notified when a growth has ended
-        self._held: set[Extent] = set()  # guarded by _changed
+        self._held: dict[Extent, int] = {}  # guarded by _changed; with the bytes that nobody has written yet
         self._turn = 0  # guarded by _changed; the place whose turn it is
         self._claimed_bytes = 0  # guarded by _changed; of the job's quota, growth under way included
         self._closed = False  # guarded by _changed
@@ -106,7 +107,8 @@ class FlashTier:
                 if place.allocator.free_frames >= frames:
                     self._turn = (index + 1) % len(self._places)
                     extent = Extent(nbytes, place.allocator.take(frames), index)
-                    self._held.add(extent)
+                    self._held[extent] = nbytes
+                    place.directory.count_unwritten(nbytes)
                     return extent
                 short_bytes = (frames - place.allocator.free_frames) * self.layout.frame_bytes
                 step_bytes = self._growth(short_bytes)
@@ -130,8 +132,9 @@ class FlashTier:
                 raise ValueError(
                     f"{extent} is not held in tier {self._name}; it was freed before, or comes from elsewhere"
                 )
-            self._held.remove(extent)
-            self._places[extent.place].allocator.give(extent.runs)
+            place = self._places[extent.place]
+            place.directory.count_unwritten(-self._held.pop(extent))
+            place.allocator.give(extent.runs)
 
     def read(self, extent: Extent, offset: int, views: Sequence[memoryview]) -> None:
         padded, ranges = self._pages(extent, offset, views)
@@ -146,6 +149,7 @@ class FlashTier:
         segment = self._places[extent.place].segment
         for (at, _), part in zip(ranges, cut(padded.whole, [length for _, length in ranges]), strict=True):
             segment.write(at, part)
+        self._count_written(extent, sum(view.nbytes for view in views))
 
     def close(self) -> None:
         """As the contract says; where I/O is under way, the file's blocks come back when it has ended."""
@@ -153,6 +157,8 @@ class FlashTier:
             if self._closed:
                 return
             self._closed = True
+            for extent, unwritten_bytes in self._held.items():
+                self.directories[extent.place].count_unwritten(-unwritten_bytes)
             self._held.clear()
             self._changed.notify_all()
         for place in self._places:
@@ -166,6 +172,7 @@ class FlashTier:
                 place.allocator.check_invariants(
                     run for extent in self._held if extent.place == index for run in extent.runs
                 )
+            assert all(0 <= unwritten <= extent.nbytes for extent, unwritten in self._held.items()), self._held
             grown_bytes = sum(place.allocator.frames for place in self._places) * self.layout.frame_bytes
             assert grown_bytes <= self._claimed_bytes <= self._capacity_bytes, (
                 grown_bytes,
@@ -173,9 +180,17 @@ class FlashTier:
                 self._capacity_bytes,
             )
 
+    def _count_written(self, extent: Extent, nbytes: int) -> None:
+        with self._changed:
+            unwritten_bytes = self._held.get(extent, 0)  # closed meanwhile, or written before
+            written_bytes = min(nbytes, unwritten_bytes)
+            if written_bytes:
+                self._held[extent] = unwritten_bytes - written_bytes
+                self.directories[extent.place].count_unwritten(-written_bytes)
+
     def _next_place(self, frames: int, refusals: dict[int, TierFull | TierIOError]) -> int | None:
-        """Whose turn it is among places that hold `frames` or may still be grown; None if every place refused. Called
-        under _changed.
+        """The place that is least behind, in turn where several are, among those that hold `frames` or may still be
+        grown; None if every place refused. Called under _changed.
 
         A place with free frames that refused to grow is asked again: somebody may have freed an extent meanwhile.
         """
@@ -183,8 +198,8 @@ class FlashTier:
             if self._closed:
                 raise closed_error(self._name)
             growing = False
-            for step in range(len(self._places)):
-                index = (self._turn + step) % len(self._places)
+            turns = [(self._turn + step) % len(self._places) for step in range(len(self._places))]
+            for index in sorted(turns, key=lambda index: self.directories[index].unwritten_bytes):
                 place = self._places[index]
                 if place.allocator.free_frames >= frames:
                     return index

@@ -58,6 +58,7 @@ class FlashDirectory:
         self._checksum_failures = 0  # guarded by _lock
         self._read_bytes = 0  # guarded by _lock
         self._written_bytes = 0  # guarded by _lock
+        self._unwritten_bytes = 0  # guarded by _lock
         self._paths: set[Path] = set()  # guarded by _lock
         self._closed = False  # guarded by _lock
 
@@ -139,6 +140,18 @@ class FlashDirectory:
         with self._lock:
             self._read_bytes += read_bytes
             self._written_bytes += written_bytes
+
+    @property
+    def unwritten_bytes(self) -> int:
+        """What all jobs have taken room for here and not written yet: how far behind the directory is."""
+        with self._lock:
+            return self._unwritten_bytes
+
+    def count_unwritten(self, nbytes: int) -> None:
+        """Room for `nbytes` was taken; negative: they were written, or will not be."""
+        with self._lock:
+            self._unwritten_bytes += nbytes
+            assert self._unwritten_bytes >= 0, self._unwritten_bytes
 
     def claim(self, most_bytes: int, least_bytes: int, multiple: int) -> int:
         """Take quota for a file's growth: between least and most, a multiple of `multiple` if less than most. Raises

@@ -140,7 +140,7 @@ class Spans(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class ClientMessage(_message.Message):
-    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close", "adopt", "notice", "void", "used", "accessed", "batch", "trace")
+    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close", "adopt", "notice", "void", "used", "accessed", "batch", "trace", "device_report")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DECLARE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class ClientMessage(_message.Message):
     ACCESSED_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_REPORT_FIELD_NUMBER: _ClassVar[int]
     open: Open
     declare: Declare
     admit: Admit
@@ -171,7 +172,8 @@ class ClientMessage(_message.Message):
     accessed: Accessed
     batch: ClientBatch
     trace: Trace
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., void: _Optional[_Union[Void, _Mapping]] = ..., used: _Optional[_Union[Used, _Mapping]] = ..., accessed: _Optional[_Union[Accessed, _Mapping]] = ..., batch: _Optional[_Union[ClientBatch, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
+    device_report: DeviceReport
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., void: _Optional[_Union[Void, _Mapping]] = ..., used: _Optional[_Union[Used, _Mapping]] = ..., accessed: _Optional[_Union[Accessed, _Mapping]] = ..., batch: _Optional[_Union[ClientBatch, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., device_report: _Optional[_Union[DeviceReport, _Mapping]] = ...) -> None: ...
 
 class ClientBatch(_message.Message):
     __slots__ = ("messages",)
@@ -326,6 +328,30 @@ class Notice(_message.Message):
     count: int
     text: str
     def __init__(self, kind: _Optional[_Union[NoticeKind, str]] = ..., count: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
+
+class DeviceReport(_message.Message):
+    __slots__ = ("capacity_bytes", "used_bytes", "dram_to_device", "device_to_dram")
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_TO_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TO_DRAM_FIELD_NUMBER: _ClassVar[int]
+    capacity_bytes: int
+    used_bytes: int
+    dram_to_device: DeviceLinkCount
+    device_to_dram: DeviceLinkCount
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., dram_to_device: _Optional[_Union[DeviceLinkCount, _Mapping]] = ..., device_to_dram: _Optional[_Union[DeviceLinkCount, _Mapping]] = ...) -> None: ...
+
+class DeviceLinkCount(_message.Message):
+    __slots__ = ("bytes", "transfers", "seconds", "queue_seconds")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    transfers: int
+    seconds: float
+    queue_seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., transfers: _Optional[int] = ..., seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ...) -> None: ...
 
 class Trace(_message.Message):
     __slots__ = ("id", "now_s", "spans")
