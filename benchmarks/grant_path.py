@@ -20,13 +20,13 @@ from tiermem.units import GIB, MIB
 
 TITLE = "entry to exit of a module's hook whose bundle is granted already"
 P50_S, P99_S, MOVE_S_PER_BYTE = 50e-6, 500e-6, 20e-3 / GIB
-BLOCKS = 48
+LEAST_BLOCKS, LEAST_ARENA_BYTES = 48, 256 * MIB  # a smaller arena has smaller frames, so more of them to move
 WARM_UP = 4  # rounds in which the order is learned
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=int, action="append", help="MiB of a block; may be repeated (default 1 and 8)")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds over all blocks that count (default 20)")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds over 48 blocks, fewer over more (default 20)")
     parser.add_argument("--compute-ms", type=float, default=20.0, help="of a block, after its hook (default 20)")
 
 
@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> Report:
         nbytes = size * MIB
         times = _measure(nbytes, args.rounds, args.compute_ms / 1e3)
         if len(times.granted_s) < 100:
-            raise SystemExit(f"only {len(times.granted_s)} of {BLOCKS * args.rounds} hooks found their bundle granted")
+            hooks = len(times.granted_s) + len(times.asked_s)
+            raise SystemExit(f"only {len(times.granted_s)} of {hooks} hooks found their bundle granted")
         rows.append(_row(nbytes, times))
         worst = max(worst, *(rows[-1][f"{p} us"] / rows[-1][f"{p} allowed us"] for p in ("p50", "p99")))
     return Report(
@@ -57,6 +58,11 @@ def run(args: argparse.Namespace) -> Report:
             "asked: hooks whose bundle had not come, because the disk was slower than the computation",
         ),
     )
+
+
+def _blocks(nbytes: int) -> int:
+    """As many as make an arena for two thirds of them large enough."""
+    return max(LEAST_BLOCKS, LEAST_ARENA_BYTES * 3 // 2 // nbytes)
 
 
 @dataclass(slots=True)
@@ -100,8 +106,8 @@ def _measure(nbytes: int, rounds: int, compute_s: float) -> _Times:
     from tiermem_client.unit_hooks import UnitHooks
 
     torch.set_num_threads(1)
-    blocks = nn.ModuleList(nn.Linear(nbytes // 4 // 64, 64, bias=False) for _ in range(BLOCKS))
-    job = tiermem.attach(blocks, dram=max(nbytes * BLOCKS * 2 // 3, 8 * nbytes))
+    blocks = nn.ModuleList(nn.Linear(nbytes // 4 // 64, 64, bias=False) for _ in range(_blocks(nbytes)))
+    job = tiermem.attach(blocks, dram=nbytes * len(blocks) * 2 // 3)
     times, residency = _Times(), job.residency
 
     def timed(enter: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +133,7 @@ def _measure(nbytes: int, rounds: int, compute_s: float) -> _Times:
     try:
         inputs = torch.ones(1, nbytes // 4 // 64)
         with torch.no_grad():
-            for round_ in range(WARM_UP + rounds):
+            for round_ in range(WARM_UP + max(2, rounds * LEAST_BLOCKS // len(blocks))):
                 if round_ == WARM_UP:
                     times.clear()
                 for block in blocks:

@@ -14,6 +14,7 @@ TENSOR_ALIGN_BYTES = 64
 MIN_ARENA_BYTES = MIB
 MAX_FRAMES = 8192  # the kernel allows a process 65,530 mappings; every frame may be one
 _MAX_CAP_BYTES = 64 * MIB
+_LEAST_CAP_FRAMES = 16
 _MAX_CHUNK_BYTES = 16 * MIB
 
 
@@ -36,7 +37,8 @@ def arena_layout(arena_bytes: int) -> ArenaLayout:
     """Layout of an arena of `arena_bytes` rounded down to whole frames. Raises InvalidArgument below 1 MiB.
 
     A frame is arena / 512 rounded down to a power of two, at least 4 KiB and at most 512 KiB; above 4 GiB it doubles
-    until there are at most 8,192 frames. The bundle cap is min(64 MiB, arena / 8).
+    until there are at most 8,192 frames. The bundle cap is min(64 MiB, arena / 8), and at least 16 frames: a tile of
+    one tensor is whole frames long in every dtype of up to 16 bytes an element.
     """
     if arena_bytes < MIN_ARENA_BYTES:
         raise InvalidArgument(
@@ -47,6 +49,6 @@ def arena_layout(arena_bytes: int) -> ArenaLayout:
         while arena_bytes // frame_bytes > MAX_FRAMES:
             frame_bytes *= 2
     frames = arena_bytes // frame_bytes
-    cap_bytes = max(frame_bytes, min(_MAX_CAP_BYTES, arena_bytes // 8) // frame_bytes * frame_bytes)
+    cap_bytes = max(_LEAST_CAP_FRAMES * frame_bytes, min(_MAX_CAP_BYTES, arena_bytes // 8) // frame_bytes * frame_bytes)
     chunk_bytes = min(cap_bytes, round_up(min(_MAX_CHUNK_BYTES, max(frame_bytes, cap_bytes // 4)), frame_bytes))
     return ArenaLayout(frames * frame_bytes, frame_bytes, frames, cap_bytes, chunk_bytes)

@@ -22,7 +22,7 @@ arenas = st.one_of(st.integers(MIB, 64 * MIB), st.integers(64 * MIB, 8 * GIB), s
         (512 * MIB, 512 * KIB, 1024, 64 * MIB, 16 * MIB),
         (4 * GIB, 512 * KIB, 8192, 64 * MIB, 16 * MIB),
         (5 * GIB, MIB, 5120, 64 * MIB, 16 * MIB),
-        (1024 * GIB, 128 * MIB, 8192, 128 * MIB, 128 * MIB),
+        (1024 * GIB, 128 * MIB, 8192, 2 * GIB, 128 * MIB),
     ],
 )
 def test_the_sizes_that_documents_name(arena: int, frame: int, frames: int, cap: int, chunk: int) -> None:
@@ -41,6 +41,7 @@ def test_the_parts_make_the_whole(arena: int) -> None:
     assert frame % PAGE_BYTES == 0
     assert frame % TENSOR_ALIGN_BYTES == 0
     assert layout.bundle_cap_bytes % frame == layout.chunk_bytes % frame == 0
+    assert 16 * frame <= layout.bundle_cap_bytes, "a tile of as many elements as a frame has bytes must fit"
     assert frame <= layout.chunk_bytes <= layout.bundle_cap_bytes <= layout.arena_bytes // 2
 
 
