@@ -41,7 +41,7 @@ class TierName(enum.StrEnum):
 
     DRAM = "dram"
     FLASH = "flash"
-    DEVICE = "device"
+    EMULATED = "emulated"
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,7 +372,7 @@ class JobStore:
                 tiers={
                     "dram": TierStats(self.layout.arena_bytes, used_frames * frame_bytes),
                     "flash": TierStats(self._flash.capacity_bytes, self._flash.used_bytes),
-                    **({} if self._device is None else {"device": self._device.tier}),
+                    **({} if self._device is None else {"emulated": self._device.tier}),
                 },
                 links=dict[str, LinkStats]([*self._mover.links(self.session).items(), *device_links.items()]),
                 bytes_by_kind=dict(kinds),

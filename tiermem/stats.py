@@ -17,10 +17,10 @@ class Link(enum.StrEnum):
 
 
 class DeviceLink(enum.StrEnum):
-    """Directed paths between DRAM and a device; the trainer moves the bytes."""
+    """Directed paths between DRAM and an emulated device; the trainer moves the bytes."""
 
-    DRAM_TO_DEVICE = "dram_to_device"
-    DEVICE_TO_DRAM = "device_to_dram"
+    DRAM_TO_EMULATED = "dram_to_emulated"
+    EMULATED_TO_DRAM = "emulated_to_dram"
 
 
 class EvictReason(enum.StrEnum):
@@ -60,7 +60,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What a trainer says of its device tier; `links` since its session was opened."""
+    """What a trainer says of its emulated device; `links` since its session was opened."""
 
     tier: TierStats
     links: dict[DeviceLink, LinkStats]
@@ -102,8 +102,8 @@ class PushOutcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobStats:
-    """One job. `tiers` by "dram", "flash" and, where the trainer has one, "device"; `bytes_by_kind` are live bundles'
-    bytes ("param", "grad", "optim", "activation"). `links` by the values of Link and DeviceLink.
+    """One job. `tiers` by "dram", "flash" and, where the trainer has such a device, "emulated"; `links` by the values
+    of Link and DeviceLink; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim", "activation").
     """
 
     job: str

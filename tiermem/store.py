@@ -240,9 +240,9 @@ class TensorStore:
             tiers={
                 "dram": TierStats(self.dram_bytes, sum(job.tiers["dram"].used_bytes for job in live)),
                 "flash": TierStats(sum(d.capacity_bytes for d in directories), sum(d.used_bytes for d in directories)),
-                "device": TierStats(
-                    sum(job.tiers["device"].capacity_bytes for job in live if "device" in job.tiers),
-                    sum(job.tiers["device"].used_bytes for job in live if "device" in job.tiers),
+                "emulated": TierStats(
+                    sum(job.tiers["emulated"].capacity_bytes for job in live if "emulated" in job.tiers),
+                    sum(job.tiers["emulated"].used_bytes for job in live if "emulated" in job.tiers),
                 ),
             },
             links=dict[str, LinkStats]([*self._mover.links().items(), *totals.device_links.items()]),

@@ -89,7 +89,7 @@ class EmulatedEngine:
     def __init__(self, pace: Pace = Pace(), on_span: Callable[[Span], None] = lambda span: None) -> None:
         self._pace, self._on_span = pace, on_span
         self._queues: dict[DeviceLink, queue.SimpleQueue[Event | None]] = {}
-        self._stats = {DeviceLink.DRAM_TO_DEVICE: LinkStats(), DeviceLink.DEVICE_TO_DRAM: LinkStats()}
+        self._stats = {DeviceLink.DRAM_TO_EMULATED: LinkStats(), DeviceLink.EMULATED_TO_DRAM: LinkStats()}
         self._threads = []
         for link in self._stats:
             asked = self._queues[link] = queue.SimpleQueue()
@@ -98,10 +98,10 @@ class EmulatedEngine:
             self._threads.append(thread)
 
     def h2d(self, pieces: Sequence[Piece]) -> Event:
-        return self._ask(DeviceLink.DRAM_TO_DEVICE, pieces)
+        return self._ask(DeviceLink.DRAM_TO_EMULATED, pieces)
 
     def d2h(self, pieces: Sequence[Piece]) -> Event:
-        return self._ask(DeviceLink.DEVICE_TO_DRAM, pieces)
+        return self._ask(DeviceLink.EMULATED_TO_DRAM, pieces)
 
     def _ask(self, link: DeviceLink, pieces: Sequence[Piece]) -> Event:
         event = Event(link, tuple(pieces), time.monotonic())

@@ -67,7 +67,7 @@ class MemoryStats:
 
     @property
     def tiers(self) -> dict[str, TierStats]:
-        return {} if self.report is None else {"device": self.report.tier}
+        return {} if self.report is None else {"emulated": self.report.tier}
 
     @property
     def links(self) -> dict[str, LinkStats]:

@@ -76,7 +76,7 @@ def show(stats: StoreStats, stream: TextIO) -> None:
 def _tiers(tiers: dict[str, TierStats]) -> Table:
     table = _table("tier", ">used", ">capacity", "", ">%")
     for name, tier in tiers.items():
-        if name == TierName.DEVICE and not tier.capacity_bytes:
+        if name == TierName.EMULATED and not tier.capacity_bytes:
             continue  # no trainer has one
         bar = ProgressBar(total=max(1, tier.capacity_bytes), completed=tier.used_bytes, width=_BAR_COLUMNS)
         percent = f"{100 * tier.used_bytes / max(1, tier.capacity_bytes):.0f}"
@@ -87,7 +87,7 @@ def _tiers(tiers: dict[str, TierStats]) -> Table:
 def _links(stats: StoreStats) -> Table:
     table = _table("link", ">moved", ">transfers", ">rate in I/O", ">queued", ">time queued")
     for name, link in stats.links.items():
-        if name in set(DeviceLink) and not stats.tiers[TierName.DEVICE].capacity_bytes and not link.bytes:
+        if name in set(DeviceLink) and not stats.tiers[TierName.EMULATED].capacity_bytes and not link.bytes:
             continue
         rate = f"{format_size(round(link.bytes / link.seconds))}/s" if link.seconds else "-"
         queue = f"{link.queue_seconds:.1f} s"
@@ -113,7 +113,7 @@ def _directories(stats: StoreStats) -> Table:
 
 
 def _jobs(jobs: tuple[JobStats, ...]) -> Table:
-    names = ["dram", "flash", *(["device"] if any("device" in job.tiers for job in jobs) else [])]
+    names = ["dram", "flash", *(["emulated"] if any("emulated" in job.tiers for job in jobs) else [])]
     columns = [f">{name}" for name in names]
     table = _table("job", ">pid", *columns, ">dirty", ">bundles", ">leases", ">hits", ">misses", ">waits")
     for job in jobs:

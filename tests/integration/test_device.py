@@ -49,9 +49,9 @@ def test_bit_for_bit_wherever_it_fits(dram: int, device: int, daemon: Daemon) ->
     assert compare(run(script(dram, device), attached=False), seen) == []
     assert seen.stats is not None and seen.stats.device is not None
     assert seen.stats.device.name == "emulated"
-    assert 0 < seen.stats.tiers["device"].used_bytes <= seen.stats.tiers["device"].capacity_bytes == device
+    assert 0 < seen.stats.tiers["emulated"].used_bytes <= seen.stats.tiers["emulated"].capacity_bytes == device
     assert (seen.stats.device.evictions > 0) == (device == SMALL)
-    assert (seen.stats.links["dram_to_device"].bytes > 0) == (device == SMALL)
+    assert (seen.stats.links["dram_to_emulated"].bytes > 0) == (device == SMALL)
     assert (seen.stats.links["flash_to_dram"].bytes > 0) == (dram == SMALL)
 
 
@@ -182,8 +182,8 @@ def test_the_daemon_shows_what_the_trainer_reports(daemon: Daemon) -> None:
         job.flush()
         mine, now = job.stats(), daemon.stats()
         (row,) = now.jobs
-        assert row.tiers["device"] == now.tiers["device"] == mine.tiers["device"]
-        assert row.tiers["device"].capacity_bytes == MIB
+        assert row.tiers["emulated"] == now.tiers["emulated"] == mine.tiers["emulated"]
+        assert row.tiers["emulated"].capacity_bytes == MIB
         for link in links:
             assert row.links[link].bytes == mine.links[link].bytes > 0
             assert now.links[link].bytes - before.links[link].bytes == mine.links[link].bytes
@@ -196,5 +196,5 @@ def test_the_daemon_shows_what_the_trainer_reports(daemon: Daemon) -> None:
         job.close()
     within(2.0, daemon.left_of_jobs)
     after = daemon.stats()
-    assert after.tiers["device"].capacity_bytes == 0
+    assert after.tiers["emulated"].capacity_bytes == 0
     assert [after.links[link].bytes for link in links] == [now.links[link].bytes for link in links]

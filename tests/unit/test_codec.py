@@ -114,7 +114,7 @@ def test_an_adoption_arrives(adoption: Adoption) -> None:
 counts = st.builds(LinkStats, st.integers(0, 1 << 62), st.integers(0, 1 << 40), st.floats(0, 1e9), st.floats(0, 1e9))
 device_reports = st.builds(
     lambda capacity, used, to, back: DeviceReport(
-        TierStats(capacity, min(used, capacity)), {DeviceLink.DRAM_TO_DEVICE: to, DeviceLink.DEVICE_TO_DRAM: back}
+        TierStats(capacity, min(used, capacity)), {DeviceLink.DRAM_TO_EMULATED: to, DeviceLink.EMULATED_TO_DRAM: back}
     ),
     st.integers(0, 1 << 60),
     st.integers(0, 1 << 60),
@@ -133,9 +133,12 @@ def test_a_report_of_a_device_arrives(report: DeviceReport) -> None:
     [
         ({"capacity_bytes": (1 << 60) + 1}, "device_report.capacity_bytes is 1152921504606846977"),
         ({"capacity_bytes": 10, "used_bytes": 11}, r"device_report.used_bytes is 11, outside 0 .. 10"),
-        ({"dram_to_device": pb.DeviceLinkCount(bytes=1 << 63)}, "device_report.dram_to_device.bytes is"),
-        ({"device_to_dram": pb.DeviceLinkCount(seconds=float("nan"))}, "device_report.device_to_dram has taken nan s"),
-        ({"device_to_dram": pb.DeviceLinkCount(queue_seconds=-1.0)}, "has taken -1.0 s, which is no time"),
+        ({"dram_to_emulated": pb.DeviceLinkCount(bytes=1 << 63)}, "device_report.dram_to_emulated.bytes is"),
+        (
+            {"emulated_to_dram": pb.DeviceLinkCount(seconds=float("nan"))},
+            "device_report.emulated_to_dram has taken nan s",
+        ),
+        ({"emulated_to_dram": pb.DeviceLinkCount(queue_seconds=-1.0)}, "has taken -1.0 s, which is no time"),
     ],
 )
 def test_absurd_reports_of_a_device_are_refused(fields: dict[str, Any], match: str) -> None:

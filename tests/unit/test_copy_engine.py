@@ -63,9 +63,9 @@ def test_directions_do_not_wait_for_each_other_and_one_keeps_its_order(spans: li
     engine.close()
     engine.close()
     links = engine.links()
-    assert (links[DeviceLink.DRAM_TO_DEVICE].transfers, links[DeviceLink.DEVICE_TO_DRAM].transfers) == (2, 1)
-    assert links[DeviceLink.DRAM_TO_DEVICE].bytes == 2 * 4 * NUMBERS
-    assert sorted(span.track for span in spans) == ["device_to_dram", "dram_to_device", "dram_to_device"]
+    assert (links[DeviceLink.DRAM_TO_EMULATED].transfers, links[DeviceLink.EMULATED_TO_DRAM].transfers) == (2, 1)
+    assert links[DeviceLink.DRAM_TO_EMULATED].bytes == 2 * 4 * NUMBERS
+    assert sorted(span.track for span in spans) == ["dram_to_emulated", "dram_to_emulated", "emulated_to_dram"]
     assert all(span.detail == "emulated" for span in spans)
 
 

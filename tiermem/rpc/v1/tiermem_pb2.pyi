@@ -330,16 +330,16 @@ class Notice(_message.Message):
     def __init__(self, kind: _Optional[_Union[NoticeKind, str]] = ..., count: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class DeviceReport(_message.Message):
-    __slots__ = ("capacity_bytes", "used_bytes", "dram_to_device", "device_to_dram")
+    __slots__ = ("capacity_bytes", "used_bytes", "dram_to_emulated", "emulated_to_dram")
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DRAM_TO_DEVICE_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_TO_DRAM_FIELD_NUMBER: _ClassVar[int]
+    DRAM_TO_EMULATED_FIELD_NUMBER: _ClassVar[int]
+    EMULATED_TO_DRAM_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     used_bytes: int
-    dram_to_device: DeviceLinkCount
-    device_to_dram: DeviceLinkCount
-    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., dram_to_device: _Optional[_Union[DeviceLinkCount, _Mapping]] = ..., device_to_dram: _Optional[_Union[DeviceLinkCount, _Mapping]] = ...) -> None: ...
+    dram_to_emulated: DeviceLinkCount
+    emulated_to_dram: DeviceLinkCount
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., dram_to_emulated: _Optional[_Union[DeviceLinkCount, _Mapping]] = ..., emulated_to_dram: _Optional[_Union[DeviceLinkCount, _Mapping]] = ...) -> None: ...
 
 class DeviceLinkCount(_message.Message):
     __slots__ = ("bytes", "transfers", "seconds", "queue_seconds")
