@@ -56,8 +56,8 @@ def memory_for(choice: DeviceChoice | None, session: Session) -> Memory:
         return HostMemory(arena, cap_bytes)
     arena.home  # noqa: B018  raises where the kernel's page moves leave none
     layout = arena_layout(choice.nbytes)
-    engine = EmulatedEngine(on_span=session.trace.add)
     space = _emulated_space(layout)
+    engine = EmulatedEngine(on_span=session.trace.add)
     return DeviceMemory(arena, space, min(cap_bytes, layout.bundle_cap_bytes), engine, Lookahead(time.monotonic))
 
 

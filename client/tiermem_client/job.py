@@ -231,8 +231,8 @@ class Job:
         with contextlib.ExitStack() as ends:
             if self.daemon is not None:
                 ends.callback(self.daemon.stop)
-            ends.callback(self.residency.memory.close)
             ends.callback(self.residency.session.close)
+            ends.callback(self.residency.memory.close)  # first: copies under way use the arena's addresses
             self.recordings.finish()
 
     def __enter__(self) -> Job:
@@ -262,6 +262,7 @@ def close_all() -> None:
     for job in list(_live):
         try:
             job.recordings.finish(_EXIT_PATIENCE_S)
+            job.residency.memory.close()
             job.residency.session.close(_EXIT_PATIENCE_S)
             job.close()
         except TiermemError as error:

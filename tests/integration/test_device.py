@@ -95,6 +95,33 @@ def test_a_missing_wait_shows(daemon: Daemon) -> None:
     assert (ended.returncode, ended.stdout) in ((0, "different\n"), (-signal.SIGSEGV, "")), ended.stderr
 
 
+_CLOSED_EARLY = """
+import ctypes
+import tiermem
+import tiermem_client.devices as devices
+from tests.integration.test_device import LARGE
+from tests.integration.tiny_training import make
+from tiermem_client.copy_engine import EmulatedEngine, Pace, Piece
+
+engines = []
+devices.EmulatedEngine = lambda **options: engines.append(EmulatedEngine(Pace(0.5), **options)) or engines[0]
+model, optimizer, _ = make()
+job = tiermem.attach(model, optimizer, dram=LARGE, endpoint={endpoint!r}, device=f"emulated:{{LARGE}}")
+target = ctypes.create_string_buffer(4096)
+engines[0].h2d([Piece(job.residency.session.address_space.home, ctypes.addressof(target), 4096)])
+if {close}:
+    job.close()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_copies_under_way_end_before_the_arena_does(close: bool, daemon: Daemon) -> None:
+    text = _CLOSED_EARLY.format(endpoint=str(daemon.endpoint), close=close)
+    ended = subprocess.run([sys.executable, "-c", text], env=environment(), capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr
+
+
 def test_where_everything_fits_on_the_device_a_step_moves_no_byte(daemon: Daemon) -> None:
     model, optimizer, data = make()
     with tiermem.attach(model, optimizer, dram=LARGE, endpoint=daemon.endpoint, device=f"emulated:{LARGE}") as job:
