@@ -27,7 +27,7 @@ from benchmarks.paced import ROOT
 from benchmarks.report import Machine, Report, Row
 from tiermem.bundle import Mode
 from tiermem.grants.messages import Commit, Done, Grant, Used
-from tiermem.rpc import codec
+from tiermem.rpc import grants as codec
 from tiermem.units import GIB, MIB
 
 TITLE = "CPU time of the control path in a step of 70 billion parameters, with 1 to 8 jobs on a daemon"
@@ -201,12 +201,14 @@ def _environment() -> dict[str, str]:
 
 def _codec_s(job: dict[str, Any]) -> float:
     """CPU seconds of the messages of a step, encoded and decoded, of one process of the two."""
-    leases = job["leases"]
-    grants = [Grant(n, "main", 1, n, n, Mode.UPDATE, 3, ((8, 16),), 0) for n in range(leases)]
-    spoken = [message for n in range(leases) for message in (Used((n,)), Commit(((n, n, 4),)), Done(n))]
+    used_together = -(-job["leases"] // job["pauses"])
+    sets = [tuple(range(n, n + used_together)) for n in range(0, job["leases"], used_together)]
+    grants = [[Grant(n, "main", 1, n, n, Mode.UPDATE, 3, ((8, 16),), 0) for n in together] for together in sets]
+    spoken = [m for s in sets for m in (Used(s), Commit(tuple((n, n, 4) for n in s)), Done(s))]
     started_s = time.process_time()
-    for grant in grants:
-        codec.decode_grant(codec.encode_daemon(grant).grant, 1 << 13)
+    for together in grants:
+        for encoded in codec.encode_decided(together):
+            codec.decode_grants(encoded.grants, 1 << 13)
     for message in spoken:
         codec.decode_client(codec.encode_client(message))
     return (time.process_time() - started_s) / 2

@@ -20,7 +20,7 @@ from tiermem_client.residency import Residency
 from tiermem_client.session import MAIN
 from tiermem_client.shadow import StateForm
 from tiermem_client.storage_swap import storage_key
-from tiermem_client.units import Group, ManagedParameter, ManagedStorage, Unit, build_groups
+from tiermem_client.units import Group, ManagedParameter, ManagedStorage, Unit, build_groups, weight_of
 
 BLOCKS, HIDDEN, KEYS, INNER, VOCABULARY = 80, 8192, 1024, 28672, 32000
 BLOCK_SHAPES = (
@@ -35,7 +35,6 @@ BLOCK_SHAPES = (
     ("post_attention_layernorm", (HIDDEN,)),
 )
 MOMENTS = (StateForm("exp_avg", torch.float32), StateForm("exp_avg_sq", torch.float32))
-_WEIGHT = 4  # bytes of the moments over those of the bfloat16 parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,8 @@ class Model:
             )
             storages[storage_key(parameter) or 0] = storage
             unit.parameters.append(parameter)
-        build_groups(unit, storages, self._residency, lambda storage: _WEIGHT)
+        sizes = {parameter: [form.dtype.itemsize for form in MOMENTS] for parameter in unit.parameters}
+        build_groups(unit, storages, self._residency, lambda s: weight_of(s, sizes))
         unit.bundles = [bundle for group in unit.groups for bundle in group.bundles]
         for group in unit.groups:
             self._book.prepare(group)

@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import pydoc_data.topics
+import re
 import shlex
 import subprocess
 import sys
@@ -47,11 +48,12 @@ def train(
 ) -> tuple[list[float], list[float]]:
     """The loop, which knows nothing of tiermem. Returns the loss and the seconds of every step."""
     losses, step_s = [], []
+    device = next(model.parameters()).device
     for step in range(args.steps):
         started_s = time.perf_counter()
         total = 0.0
         for _ in range(args.microbatches):
-            batch = next(batches)
+            batch = next(batches).to(device)
             loss = model(input_ids=batch, labels=batch).loss / args.microbatches
             loss.backward()
             total += loss.item()
@@ -74,6 +76,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
     job: Job | None = None
+    if args.plain and (gpu := re.match(r"cuda(:\d+)?(?=:|$)", args.device or "")):
+        model.to(gpu[0])
     if not args.plain:
         import tiermem
 
@@ -132,7 +136,7 @@ def hash_of_weights(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if name in once:
-            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
     return digest.hexdigest()
 
 
@@ -241,7 +245,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=10)
     parser.add_argument("--dram", default="512MiB", help="the job's DRAM (default 512MiB)")
     parser.add_argument("--flash", metavar="DIR", help="directory on NVMe (default: tiermem's own choice)")
-    parser.add_argument("--device", metavar="emulated:SIZE", help="a third tier above DRAM (default: none)")
+    parser.add_argument("--device", metavar="TEXT", help="a third tier, cuda:0:8GiB or emulated:1GiB (default: none)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seq", type=positive, default=128, help="tokens in a sequence")
     parser.add_argument("--batch", type=positive, default=1, help="sequences in a microbatch")

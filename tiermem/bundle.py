@@ -42,6 +42,7 @@ class TierName(enum.StrEnum):
     DRAM = "dram"
     FLASH = "flash"
     EMULATED = "emulated"
+    CUDA = "cuda"
 
 
 @dataclass(frozen=True, slots=True)

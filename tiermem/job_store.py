@@ -266,12 +266,13 @@ class JobStore:
     def _perform(self, work: _Work, failure: str = "") -> None:
         if failure:
             _log.warning("job %r: %s", self.job, failure)
-        for flight in work.submit:
-            ticket = self._mover.submit(flight.transfer)
+        if work.submit:
+            tickets = self._mover.submit_all([flight.transfer for flight in work.submit])
             with self._lock:
-                flight.ticket = ticket
-                if flight.urgent:
-                    work.expedite.append(ticket)
+                for flight, ticket in zip(work.submit, tickets, strict=True):
+                    flight.ticket = ticket
+                    if flight.urgent:
+                        work.expedite.append(ticket)
         for ticket in work.expedite:
             self._mover.expedite(ticket, -math.inf)
         self.wake()
@@ -372,7 +373,7 @@ class JobStore:
                 tiers={
                     "dram": TierStats(self.layout.arena_bytes, used_frames * frame_bytes),
                     "flash": TierStats(self._flash.capacity_bytes, self._flash.used_bytes),
-                    **({} if self._device is None else {"emulated": self._device.tier}),
+                    **({} if self._device is None else {str(self._device.kind): self._device.tier}),
                 },
                 links=dict[str, LinkStats]([*self._mover.links(self.session).items(), *device_links.items()]),
                 bytes_by_kind=dict(kinds),

@@ -16,6 +16,7 @@ MAX_FRAMES = 8192  # the kernel allows a process 65,530 mappings; every frame ma
 _MAX_CAP_BYTES = 64 * MIB
 _LEAST_CAP_FRAMES = 16
 _MAX_CHUNK_BYTES = 16 * MIB
+_MAX_DEVICE_FRAMES = 32768  # each is an allocation of the driver's
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +53,30 @@ def arena_layout(arena_bytes: int) -> ArenaLayout:
     cap_bytes = max(_LEAST_CAP_FRAMES * frame_bytes, min(_MAX_CAP_BYTES, arena_bytes // 8) // frame_bytes * frame_bytes)
     chunk_bytes = min(cap_bytes, round_up(min(_MAX_CHUNK_BYTES, max(frame_bytes, cap_bytes // 4)), frame_bytes))
     return ArenaLayout(frames * frame_bytes, frame_bytes, frames, cap_bytes, chunk_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLayout:
+    """How a device's memory is divided; bytes are multiples of `frame_bytes`."""
+
+    frame_bytes: int
+    frames: int
+    bundle_cap_bytes: int
+
+
+def device_layout(nbytes: int, granularity_bytes: int, arena_cap_bytes: int) -> DeviceLayout:
+    """Layout of `nbytes` of device memory, whose frames are multiples of the driver's granularity, under an arena with
+    that bundle cap. Raises InvalidArgument where a bundle would have fewer than 16 frames.
+    """
+    frame_bytes = granularity_bytes
+    while nbytes // frame_bytes > _MAX_DEVICE_FRAMES:
+        frame_bytes *= 2
+    cap_bytes = min(arena_cap_bytes, nbytes // 8) // frame_bytes * frame_bytes
+    least_bytes = _LEAST_CAP_FRAMES * frame_bytes
+    if cap_bytes < least_bytes:
+        least = format_size(8 * least_bytes)
+        raise InvalidArgument(
+            f"{format_size(cap_bytes)}, the most that a bundle could have, are fewer than {_LEAST_CAP_FRAMES} frames "
+            f"of {format_size(frame_bytes)} on a device of {format_size(nbytes)}; give it and dram at least {least}"
+        )
+    return DeviceLayout(frame_bytes, nbytes // frame_bytes, cap_bytes)

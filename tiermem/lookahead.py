@@ -84,7 +84,7 @@ class _Rollout:
 
     def distance(self, spec: int) -> int | None:
         """In how many accesses the form is used (1: in the next)."""
-        places = self._places.get(spec, [])
+        places = self._places.get(spec, ())
         index = bisect_left(places, self._next)
         return places[index] - self._next + 1 if index < len(places) else None
 
@@ -158,10 +158,14 @@ class Lookahead:
 
     def next_use(self, spec: int) -> int | None:
         """In how many accesses the form is used (0: in one under way); None where that is not predicted."""
-        distances = [
-            0 if spec in now.left else self._rollout(lane, now).distance(spec) for lane, now in self._now.items()
-        ]
-        return min((distance for distance in distances if distance is not None), default=None)
+        nearest = None
+        for lane, now in self._now.items():
+            if spec in now.left:
+                return 0
+            distance = self._rollout(lane, now).distance(spec)
+            if distance is not None and (nearest is None or distance < nearest):
+                nearest = distance
+        return nearest
 
     def _rollout(self, lane: str, now: _Now) -> _Rollout:
         if now.rollout is None:

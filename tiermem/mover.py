@@ -86,6 +86,7 @@ class Ticket:
     submitted_s: float
     key: _Key
     queue: _Queue
+    tallies: Sequence[_Tally]
     chunks: Sequence[Chunk] = ()
     prepared: Prepared | None = None
     begun: int = 0
@@ -109,6 +110,11 @@ class _Queue:
         self.writers = 0
         self._reads: list[tuple[_Key, Ticket]] = []  # heaps; outdated entries are skipped (see _awaits)
         self._writes: list[tuple[_Key, Ticket]] = []
+
+    @property
+    def wants_writer(self) -> bool:
+        """Whether a write-back that may have been passed over can begin now: a worker may sleep beside it."""
+        return self.writers == self.most_writers - 1 and bool(self._writes)
 
     def push(self, ticket: Ticket) -> None:
         heapq.heappush(self._writes if ticket.writes else self._reads, (ticket.key, ticket))
@@ -165,20 +171,28 @@ class Mover:
 
         Raises DaemonUnavailable once closed and InvalidArgument for an unknown place; `on_done` is not called then.
         """
-        work = transfer.work
-        queue, chunks = (self._place(work.place), work.chunks) if isinstance(work, Prepared) else (self._preparing, ())
+        return self.submit_all([transfer])[0]
+
+    def submit_all(self, transfers: Sequence[Transfer]) -> list[Ticket]:
+        """As `submit`, in order; all of them or none."""
+        queues = [self._place(t.work.place) if isinstance(t.work, Prepared) else self._preparing for t in transfers]
+        now_s = self._clock.now_s()
         with self._lock:
             if self._closed:
                 raise _closed_error()
-            self._serial += 1
-            key = (transfer.deadline_s, transfer.link is Link.DRAM_TO_FLASH, self._serial)
-            ticket = Ticket(transfer, self._clock.now_s(), key, queue, chunks)
-            if not isinstance(work, Prepared):
-                ticket.chunks = (partial(self._prepare, ticket, work),)
-            self._unfinished += 1
-            for tally in self._tallies_of(transfer):
-                tally.queued_bytes += transfer.nbytes
-            queue.push(ticket)
+            return [self._queue(transfer, queue, now_s) for transfer, queue in zip(transfers, queues, strict=True)]
+
+    def _queue(self, transfer: Transfer, queue: _Queue, now_s: float) -> Ticket:
+        """Called under _lock."""
+        work, tallies = transfer.work, self._tallies_of(transfer)
+        self._serial += 1
+        key = (transfer.deadline_s, transfer.link is Link.DRAM_TO_FLASH, self._serial)
+        ticket = Ticket(transfer, now_s, key, queue, tallies)
+        ticket.chunks = work.chunks if isinstance(work, Prepared) else (partial(self._prepare, ticket, work),)
+        self._unfinished += 1
+        for tally in tallies:
+            tally.queued_bytes += transfer.nbytes
+        queue.push(ticket)
         return ticket
 
     def expedite(self, ticket: Ticket, deadline_s: float) -> None:
@@ -278,8 +292,10 @@ class Mover:
         with self._lock:
             if ran:
                 ticket.running -= 1
-                ticket.queue.writers -= ticket.writes
-                ticket.queue.changed.notify()  # a write-back may have waited for a writer's turn
+                if ticket.writes:
+                    ticket.queue.writers -= 1
+                    if ticket.queue.wants_writer:
+                        ticket.queue.changed.notify()
             if ticket.queue is not self._preparing:
                 ticket.io_s += seconds
             if error is not None:
@@ -295,6 +311,8 @@ class Mover:
                     return False
                 ticket.error = _closed_error()
             ticket.state = _State.DONE
+            for tally in ticket.tallies:
+                tally.count(ticket)
             return True
 
     def _prepare(self, ticket: Ticket, work: Callable[[], Prepared]) -> None:
@@ -305,9 +323,6 @@ class Mover:
 
     def _finish(self, ticket: Ticket) -> None:
         transfer = ticket.transfer
-        with self._lock:
-            for tally in self._tallies_of(transfer):
-                tally.count(ticket)
         try:
             transfer.on_done(ticket.error)
         except Exception:  # noqa: BLE001 - a bug in a callback must not end the worker
@@ -319,7 +334,13 @@ class Mover:
 
     def _tallies_of(self, transfer: Transfer) -> list[_Tally]:
         """Called under _lock."""
-        return [self._tallies.setdefault((job, transfer.link), _Tally()) for job in (None, transfer.job)]
+        found = []
+        for key in ((None, transfer.link), (transfer.job, transfer.link)):
+            tally = self._tallies.get(key)
+            if tally is None:
+                tally = self._tallies[key] = _Tally()
+            found.append(tally)
+        return found
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ class NoticeKind(enum.StrEnum):
     FILE_REFUSED = "file_refused"
     FILE_CHANGED = "file_changed"
     COMPILE_UNSEEN = "compile_unseen"
+    PAGEABLE_COPIES = "pageable_copies"
     COMPILED_ACROSS_UNITS = "compiled_across_units"
 
     @property

@@ -17,10 +17,29 @@ class Link(enum.StrEnum):
 
 
 class DeviceLink(enum.StrEnum):
-    """Directed paths between DRAM and an emulated device; the trainer moves the bytes."""
+    """Directed paths between DRAM and a device; the trainer moves the bytes."""
 
     DRAM_TO_EMULATED = "dram_to_emulated"
     EMULATED_TO_DRAM = "emulated_to_dram"
+    DRAM_TO_CUDA = "dram_to_cuda"
+    CUDA_TO_DRAM = "cuda_to_dram"
+
+
+class DeviceKind(enum.StrEnum):
+    """What a trainer's device is, and its tier's name."""
+
+    EMULATED = "emulated"
+    CUDA = "cuda"
+
+    @property
+    def inward(self) -> DeviceLink:
+        """From DRAM to it."""
+        return DeviceLink(f"dram_to_{self}")
+
+    @property
+    def outward(self) -> DeviceLink:
+        """From it to DRAM."""
+        return DeviceLink(f"{self}_to_dram")
 
 
 class EvictReason(enum.StrEnum):
@@ -60,17 +79,22 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What a trainer says of its emulated device; `links` since its session was opened."""
+    """What a trainer says of its device; the links' counts are since its session was opened."""
 
+    kind: DeviceKind
     tier: TierStats
-    links: dict[DeviceLink, LinkStats]
+    inward: LinkStats
+    outward: LinkStats
+
+    @property
+    def links(self) -> dict[DeviceLink, LinkStats]:
+        return {self.kind.inward: self.inward, self.kind.outward: self.outward}
 
     def goes_on_from(self, before: DeviceReport) -> bool:
-        """Whether no counter has fallen since."""
-        return all(
-            later >= earlier
-            for link in DeviceLink
-            for later, earlier in zip(_counts(self.links[link]), _counts(before.links[link]), strict=True)
+        """Whether it is of the same kind, and no counter has fallen since."""
+        pairs = ((self.inward, before.inward), (self.outward, before.outward))
+        return self.kind is before.kind and all(
+            later >= earlier for new, old in pairs for later, earlier in zip(_counts(new), _counts(old), strict=True)
         )
 
 
@@ -102,8 +126,8 @@ class PushOutcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobStats:
-    """One job. `tiers` by "dram", "flash" and, where the trainer has such a device, "emulated"; `links` by the values
-    of Link and DeviceLink; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim", "activation").
+    """One job. `tiers` by "dram", "flash" and, where the trainer has one, the DeviceKind of its device; `links` by
+    the values of Link and DeviceLink; `bytes_by_kind` are live bundles' bytes ("param", "grad", "optim", "activation").
     """
 
     job: str

@@ -23,6 +23,7 @@ from tiermem.lookahead import LookaheadOptions
 from tiermem.mover import Mover
 from tiermem.notices import NoticeKind
 from tiermem.stats import (
+    DeviceKind,
     DeviceLink,
     DirectoryStats,
     EvictReason,
@@ -83,6 +84,11 @@ class Totals:
                 {n: sum_of_links([total.device_links[n], job.links.get(n, LinkStats())]) for n in DeviceLink},
             )
         return total
+
+
+def _sum_of_tiers(name: str, jobs: Iterable[JobStats]) -> TierStats:
+    tiers = [job.tiers[name] for job in jobs if name in job.tiers]
+    return TierStats(sum(tier.capacity_bytes for tier in tiers), sum(tier.used_bytes for tier in tiers))
 
 
 def _directory_stats(directory: FlashDirectory) -> DirectoryStats:
@@ -240,10 +246,7 @@ class TensorStore:
             tiers={
                 "dram": TierStats(self.dram_bytes, sum(job.tiers["dram"].used_bytes for job in live)),
                 "flash": TierStats(sum(d.capacity_bytes for d in directories), sum(d.used_bytes for d in directories)),
-                "emulated": TierStats(
-                    sum(job.tiers["emulated"].capacity_bytes for job in live if "emulated" in job.tiers),
-                    sum(job.tiers["emulated"].used_bytes for job in live if "emulated" in job.tiers),
-                ),
+                **{str(kind): _sum_of_tiers(kind, live) for kind in DeviceKind},
             },
             links=dict[str, LinkStats]([*self._mover.links().items(), *totals.device_links.items()]),
             directories=directories,

@@ -49,11 +49,14 @@ _NO_FRAME = -1
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Addresses `address .. address + nbytes`, constant from `reserve` to `release`. `nbytes` is whole frames."""
+    """Addresses `address .. address + nbytes`, constant from `reserve` to `release`. `nbytes` is whole frames; `device`
+    is torch's name of the memory.
+    """
 
     id: int
     address: int
     nbytes: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,30 +145,33 @@ class AddressSpace:
         Raises InvalidArgument; ResourceExhausted (too many mappings); TiermemError, with the history, for a frame that
         is not home or a place that is taken.
         """
-        mover, first, frames = self._plan(range_, offset_bytes, runs)
-        places, end = self._places[range_.id], first + len(frames)
-        away = [frame for frame in frames if self._addresses[frame]]
-        if away:
-            raise self._misuse(f"frames to be mapped into range {range_.id} + {offset_bytes} are not home", away)
-        taken = [frame for frame in places[first:end] if frame != _NO_FRAME]
-        if taken:
+        mover, places, first, frames = self._plan(range_, offset_bytes, runs)
+        addresses, address, end = self._addresses, range_.address + offset_bytes, first + len(frames)
+        for start, count in runs:
+            if any(addresses[start : start + count]):
+                away = [frame for frame in frames if addresses[frame]]
+                raise self._misuse(f"frames to be mapped into range {range_.id} + {offset_bytes} are not home", away)
+        if places[first:end].count(_NO_FRAME) != len(frames):
+            taken = [frame for frame in places[first:end] if frame != _NO_FRAME]
             raise self._misuse(f"range {range_.id} + {offset_bytes} is taken", taken)
-        self._move(mover.enter, mover.leave, range_.address + offset_bytes, runs)
+        self._move(mover.enter, mover.leave, address, runs)
         places[first:end] = frames
-        for place, frame in enumerate(frames, first):
-            self._addresses[frame] = range_.address + place * self.frame_bytes
+        for start, count in runs:
+            stop = address + count * self.frame_bytes
+            addresses[start : start + count] = range(address, stop, self.frame_bytes)
+            address = stop
         self._history.append(("map", range_.id, offset_bytes, tuple(runs)))
 
     def unmap(self, range_: Range, offset_bytes: int, runs: Sequence[Run]) -> None:
         """Take the frames of `runs` home from where `map` brought them, in this order. All or nothing; raises alike."""
-        mover, first, frames = self._plan(range_, offset_bytes, runs)
-        places, end = self._places[range_.id], first + len(frames)
+        mover, places, first, frames = self._plan(range_, offset_bytes, runs)
+        end = first + len(frames)
         if places[first:end] != frames:
             raise self._misuse(f"range {range_.id} + {offset_bytes} holds {places[first:end]}, not {frames}", frames)
         self._move(mover.leave, mover.enter, range_.address + offset_bytes, runs)
         places[first:end] = [_NO_FRAME] * len(frames)
-        for frame in frames:
-            self._addresses[frame] = 0
+        for start, count in runs:
+            self._addresses[start : start + count] = [0] * count
         self._history.append(("unmap", range_.id, offset_bytes, tuple(runs)))
 
     @property
@@ -268,23 +274,22 @@ class AddressSpace:
             _log.warning("no mremap(DONTUNMAP) of shared memory (Linux 5.13 has it): frames move by mmap, slower")
         return FileMover(fd, self._counters)
 
-    def _plan(self, range_: Range, offset_bytes: int, runs: Sequence[Run]) -> tuple[Mover, int, list[int]]:
-        """(mover, first place, the frames in order), after every check that needs no table."""
-        mover = self._open_mover()
-        self._frames_in(range_)
+    def _plan(self, range_: Range, offset_bytes: int, runs: Sequence[Run]) -> tuple[Mover, list[int], int, list[int]]:
+        """(mover, the range's places, the first one, the frames in order), after checks that need no other table."""
+        mover, places = self._open_mover(), self._frames_in(range_)
         frames: list[int] = []
         for start, count in runs:
             if count < 1 or start < 0 or start + count > len(self._addresses):
                 raise InvalidArgument(f"run ({start}, {count}) is outside the arena's {len(self._addresses)} frames")
             frames.extend(range(start, start + count))
-        if len(set(frames)) != len(frames):
+        if len(runs) > 1 and len(set(frames)) != len(frames):
             raise InvalidArgument(f"runs {list(runs)} name a frame twice")
         nbytes = len(frames) * self.frame_bytes
         if offset_bytes < 0 or offset_bytes % self.frame_bytes or offset_bytes + nbytes > range_.nbytes:
             raise InvalidArgument(
                 f"{nbytes} bytes at {offset_bytes} are not whole frames of {self.frame_bytes} bytes inside {range_}"
             )
-        return mover, offset_bytes // self.frame_bytes, frames
+        return mover, places, offset_bytes // self.frame_bytes, frames
 
     def _move(
         self,
@@ -308,12 +313,14 @@ class AddressSpace:
                 for piece in reversed(done):
                     back(*piece)
             raise
-        self._counters.moves += len(done)
-        self._counters.moved_bytes += sum(nbytes for _, _, nbytes in done)
-        self._counters.seconds += time.perf_counter() - started_s
+        counters = self._counters
+        counters.moves += len(done)
+        for piece in done:
+            counters.moved_bytes += piece[2]
+        counters.seconds += time.perf_counter() - started_s
 
     def _frames_in(self, range_: Range) -> list[int]:
-        if self._ranges.get(range_.id) != range_:
+        if self._ranges.get(range_.id) is not range_:  # `reserve` makes one for each
             raise InvalidArgument(f"{range_} is not reserved here (released, or of another address space)")
         return self._places[range_.id]
 

@@ -40,7 +40,16 @@ from tiermem_client.session import MAIN, Session
 from tiermem_client.shadow import OptimizerForm, OptimizerProbe
 from tiermem_client.storage_swap import rehome
 from tiermem_client.unit_hooks import UnitHooks
-from tiermem_client.units import Group, ManagedStorage, Unit, build_groups, collect_storages, discover_units
+from tiermem_client.units import (
+    Group,
+    ManagedStorage,
+    Unit,
+    Weight,
+    build_groups,
+    collect_storages,
+    discover_units,
+    weight_of,
+)
 from tiermem_client.updates import Updater
 
 if TYPE_CHECKING:
@@ -96,25 +105,27 @@ def attach(
     `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all
     that the state needs, if less; with a service its default share). `flash`: with an embedded daemon a directory, with
     a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
-    removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with:
-    "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `endpoint`: a service's socket,
-    or "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may
-    be silent.
+    removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with: "cuda:N:SIZE"
+    is so much of a GPU's memory (default: half of what is free); a model that is in host memory is moved there, and
+    back at `detach`. "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `endpoint`: a
+    service's socket, or "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how
+    long a daemon may be silent.
 
     Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
     floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.
     """
     choice = parse_device(device)
+    target = torch.device("cpu") if choice is None else choice.device
     model, optimizer = resolve(model, optimizer)
     units = discover_units(model)
     if not units:
         raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
     for refusal in cuda_graph_refusals(model):
         raise Unsupported(refusal)
-    storages = collect_storages(model, units)
+    storages = collect_storages(model, units, target)
     if any(module in _attached for module in model.modules()):
         raise InvalidArgument("this model is attached already; detach the first job before attaching again")
-    forms = _probe(optimizer, storages)
+    forms = _probe(optimizer, storages, target)
     session, daemon, name = open_session(dram, flash, job, endpoint, timeout_s, storages, forms)
     residency = Residency(session, _memory(choice, session, daemon))
     book = GradBook(residency)
@@ -122,6 +133,7 @@ def attach(
     _note_mechanisms(attached)
     sources = FileSources(session)
     try:
+        attached.relocation.go(model)
         _find_files(storages, optimizer, sources)
         _build(attached, units, optimizer, forms)
         _adopt(attached, units, sources)
@@ -154,7 +166,7 @@ def attach(
 def _memory(choice: DeviceChoice | None, session: Session, daemon: EmbeddedDaemon | None) -> Memory:
     try:
         return memory_for(choice, session)
-    except TiermemError:
+    except BaseException:
         session.close()
         if daemon is not None:
             daemon.stop()
@@ -170,13 +182,13 @@ def _has_fileno() -> bool:
 
 
 def _probe(
-    optimizer: torch.optim.Optimizer | None, storages: dict[int, ManagedStorage]
+    optimizer: torch.optim.Optimizer | None, storages: dict[int, ManagedStorage], device: torch.device
 ) -> dict[nn.Parameter, OptimizerForm]:
     """What the optimizer does with each managed parameter. Raises Unsupported before anything has changed."""
     if optimizer is None:
         return {}
     managed = {m.parameter for s in storages.values() for m in s.parameters}
-    probe = OptimizerProbe(optimizer)
+    probe = OptimizerProbe(optimizer, device)
     return {
         p: probe.form(i, p)
         for i, g in enumerate(optimizer.param_groups)
@@ -195,6 +207,8 @@ def _note_mechanisms(job: Job) -> None:
         job.note(NoticeKind.PAGE_MOVES, f"address space: {moves}")
     if (switch := storage_swap.self_test()) is not storage_swap.Mechanism.SWAP:
         job.note(NoticeKind.STORAGE_SWITCH, f"storage: {switch}")
+    if unpinned := job.residency.memory.unpinned:
+        job.note(NoticeKind.PAGEABLE_COPIES, f"copies to the device: pageable ({unpinned})")
     if not compiled.SEES_REGIONS:
         text = f"torch {torch.__version__}: a compile across units would not be noticed (its results may differ)"
         job.note(NoticeKind.COMPILE_UNSEEN, text)
@@ -206,13 +220,10 @@ def _build(
     """Cut units into groups, declare all bundles, and be admitted with the floor that they imply."""
     residency, session = job.residency, job.residency.session
 
-    def weight(storage: ManagedStorage) -> float:
-        state = sum(
-            m.parameter.numel() * forms[m.parameter].state_bytes_per_element()
-            for m in storage.parameters
-            if m.parameter in forms
-        )
-        return max(1.0, state / max(1, storage.nbytes))
+    itemsizes = {p: [s.dtype.itemsize for s in form.states] for p, form in forms.items()}
+
+    def weight(storage: ManagedStorage) -> Weight:
+        return weight_of(storage, itemsizes)
 
     for unit in units:
         build_groups(unit, job.storages, residency, weight)
@@ -252,7 +263,7 @@ def _find_files(
     updated = {p for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else set()
     for storage in storages.values():
         if not any(m.parameter.requires_grad or m.parameter in updated for m in storage.parameters):
-            storage.source = sources.find(storage.storage.data_ptr(), storage.nbytes)
+            storage.source = sources.find(storage.origin.data_ptr(), storage.nbytes)
 
 
 def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
@@ -267,7 +278,7 @@ def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
         parts = [
             (s, first + t.offset_bytes - s.address) for s, t in zip(group.storages, bundle.spec.tensors, strict=True)
         ]
-        addresses = [s.storage.data_ptr() + at for s, at in parts]
+        addresses = [s.origin.data_ptr() + at for s, at in parts]
         offsets = [s.source.offset + at for s, at in parts if s.source is not None]
         adoption = sources.adoption(bundle.spec, addresses, offsets, file, chunk_bytes)
         if adoption is None:
@@ -280,8 +291,8 @@ def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
         adoptions.append(adoption)
     job.residency.adopt(group.bundles, adoptions)
     for storage in group.storages:
-        tensors = [m.parameter for m in storage.parameters]
-        rehome(storage.storage, storage.address, storage.nbytes, tensors=tensors, copy=False)
+        rehome(storage.storage, storage.address, storage.nbytes, tensors=storage.tensors, copy=False)
+        storage.host = None
         job.adopted.append(storage)
         job.adopted_file_bytes += storage.nbytes
     return True
@@ -298,8 +309,9 @@ def _adopt(job: Job, units: list[Unit], sources: FileSources) -> None:
                 continue
             residency.acquire(group.bundles, Mode.CREATE)
             for storage in group.storages:
-                tensors = [m.parameter for m in storage.parameters]
-                rehome(storage.storage, storage.address, storage.nbytes, tensors=tensors)
+                place = storage.address, storage.nbytes
+                rehome(storage.storage, *place, tensors=storage.tensors, source=storage.host)
+                storage.host = None
                 job.adopted.append(storage)
             for bundle in group.bundles:
                 bundle.written = True

@@ -99,7 +99,8 @@ class ModelCheckpoints:
         bundles = storage.group.bundles
         self._residency.acquire(bundles, Mode.READ)
         try:
-            return self._copies.copy(alias(storage.address, storage.nbytes, torch.uint8, (storage.nbytes,)))
+            size, device = storage.nbytes, storage.storage.device
+            return self._copies.copy(alias(storage.address, size, torch.uint8, (size,), device=device))
         finally:
             self._residency.release(bundles)
 

@@ -1,7 +1,7 @@
 """Copies between the frames of the arena and those of a device, and the engine that emulates a device's.
 
-An engine's copies are asynchronous: what they read must not change, and what they write must not be read, until `wait`
-has returned. Copies of one direction are done in the order in which they were asked for.
+An engine's copies are asynchronous: what they read must not change, and what they write must not be read, until the
+event is complete. Copies of one direction are done in the order in which they were asked for.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tiermem.allocator import Run
-from tiermem.stats import DeviceLink, LinkStats
+from tiermem.stats import DeviceKind, DeviceLink, LinkStats
 from tiermem.trace import Span
 from tiermem.units import GIB, MIB
 
@@ -28,6 +28,15 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+class Moment(Protocol):
+    """A point in the device's work: what was asked of it before is done, or not yet. A `threading.Event` is one."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self) -> object:
+        """Return when it has come."""
+
+
 class CopyEngine(Protocol):
     """Threading: one thread at a time asks and waits (the client lock)."""
 
@@ -35,9 +44,13 @@ class CopyEngine(Protocol):
     def name(self) -> str:
         """Of the device; an emulated one says so."""
 
-    def h2d(self, pieces: Sequence[Piece]) -> Event: ...
+    @property
+    def kind(self) -> DeviceKind: ...
 
-    def d2h(self, pieces: Sequence[Piece]) -> Event: ...
+    def h2d(self, pieces: Sequence[Piece], after: Sequence[Moment] = ()) -> Event:
+        """Copy when those moments have come. Returns at once."""
+
+    def d2h(self, pieces: Sequence[Piece], after: Sequence[Moment] = ()) -> Event: ...
 
     def wait(self, event: Event) -> None:
         """Return when the copy is complete. Raises what has gone wrong with it."""
@@ -59,7 +72,8 @@ class Event:
     link: DeviceLink
     pieces: tuple[Piece, ...]
     asked_s: float
-    complete: threading.Event = field(default_factory=threading.Event)
+    complete: Moment
+    after: tuple[Moment, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -74,6 +88,8 @@ class Pace:
     bytes_per_s: float = 12 * GIB
 
 
+_Asked = tuple[Event, threading.Event]
+
 _POISON = 0xFF
 """In every byte it is NaN as a floating-point number of any width, and -1 as an integer."""
 _SLICE_BYTES = 4 * MIB
@@ -85,11 +101,12 @@ class EmulatedEngine:
     """
 
     name = "emulated"
+    kind = DeviceKind.EMULATED
 
     def __init__(self, pace: Pace = Pace(), on_span: Callable[[Span], None] = lambda span: None) -> None:
         self._pace, self._on_span = pace, on_span
-        self._queues: dict[DeviceLink, queue.SimpleQueue[Event | None]] = {}
-        self._stats = {DeviceLink.DRAM_TO_EMULATED: LinkStats(), DeviceLink.EMULATED_TO_DRAM: LinkStats()}
+        self._queues: dict[DeviceLink, queue.SimpleQueue[_Asked | None]] = {}
+        self._stats = {self.kind.inward: LinkStats(), self.kind.outward: LinkStats()}
         self._threads = []
         for link in self._stats:
             asked = self._queues[link] = queue.SimpleQueue()
@@ -97,17 +114,18 @@ class EmulatedEngine:
             thread.start()
             self._threads.append(thread)
 
-    def h2d(self, pieces: Sequence[Piece]) -> Event:
-        return self._ask(DeviceLink.DRAM_TO_EMULATED, pieces)
+    def h2d(self, pieces: Sequence[Piece], after: Sequence[Moment] = ()) -> Event:
+        return self._ask(self.kind.inward, pieces, after)
 
-    def d2h(self, pieces: Sequence[Piece]) -> Event:
-        return self._ask(DeviceLink.EMULATED_TO_DRAM, pieces)
+    def d2h(self, pieces: Sequence[Piece], after: Sequence[Moment] = ()) -> Event:
+        return self._ask(self.kind.outward, pieces, after)
 
-    def _ask(self, link: DeviceLink, pieces: Sequence[Piece]) -> Event:
-        event = Event(link, tuple(pieces), time.monotonic())
+    def _ask(self, link: DeviceLink, pieces: Sequence[Piece], after: Sequence[Moment]) -> Event:
+        complete = threading.Event()
+        event = Event(link, tuple(pieces), time.monotonic(), complete, tuple(after))
         for _, target, nbytes in event.pieces:
             ctypes.memset(target, _POISON, nbytes)
-        self._queues[link].put(event)
+        self._queues[link].put((event, complete))
         return event
 
     def wait(self, event: Event) -> None:
@@ -126,8 +144,11 @@ class EmulatedEngine:
             thread.join()
         self._threads.clear()
 
-    def _run(self, link: DeviceLink, asked: queue.SimpleQueue[Event | None]) -> None:
-        while (event := asked.get()) is not None:
+    def _run(self, link: DeviceLink, queued: queue.SimpleQueue[_Asked | None]) -> None:
+        while (asked := queued.get()) is not None:
+            event, complete = asked
+            for moment in event.after:
+                moment.wait()
             started_s = time.monotonic()
             ready_s = started_s + self._pace.latency_s
             for source, target, nbytes in _slices(event.pieces):
@@ -143,7 +164,7 @@ class EmulatedEngine:
                 before.queue_seconds + started_s - event.asked_s,
             )
             self._on_span(Span(str(link), "copy", started_s, ended_s, event.nbytes, detail=self.name))
-            event.complete.set()
+            complete.set()
 
 
 def _slices(pieces: Sequence[Piece]) -> Iterator[Piece]:

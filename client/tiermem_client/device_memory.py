@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from tiermem.bundle import Mode
 from tiermem.device_cache import DeviceCache, DeviceCopy
 from tiermem.errors import ResourceExhausted, TiermemError
@@ -21,6 +23,7 @@ from tiermem.stats import DeviceReport, TierStats
 from tiermem.units import format_size
 from tiermem_client.address_space import AddressSpace, Range
 from tiermem_client.copy_engine import CopyEngine, Event, Extent, pieces_between
+from tiermem_client.device_space import DeviceSpace
 from tiermem_client.memory import Bundle, DeviceStats, MemoryStats
 
 _LANE = "main"
@@ -36,8 +39,15 @@ class DeviceMemory:
     keeps_copies = True
 
     def __init__(
-        self, arena: AddressSpace, space: AddressSpace, cap_bytes: int, engine: CopyEngine, foresight: Lookahead
+        self,
+        arena: AddressSpace,
+        space: DeviceSpace,
+        cap_bytes: int,
+        engine: CopyEngine,
+        foresight: Lookahead,
+        unpinned: str = "",
     ) -> None:
+        self.device, self.unpinned = torch.device(space.device), unpinned
         self.frame_bytes, self.bundle_cap_bytes = space.frame_bytes, cap_bytes
         self._arena, self._space, self._engine, self._foresight = arena, space, engine, foresight
         self._cache = DeviceCache(space.frames, Belady(foresight.next_use))
@@ -103,7 +113,7 @@ class DeviceMemory:
         key = bundle.spec.spec_id
         self._settle(key)
         if self._cache.get(key) is not None:
-            self._cache.drop(key)
+            self._drop(bundle)
 
     def check_floor(self, together: Sequence[Bundle]) -> None:
         frames = sum(map(self._frames, together))
@@ -132,7 +142,8 @@ class DeviceMemory:
         counts = self._cache.counts
         used = TierStats(self._cache.frames * self.frame_bytes, self._cache.used_frames * self.frame_bytes)
         device = DeviceStats(self._engine.name, counts.hits, counts.misses, counts.evictions)
-        return MemoryStats(device, DeviceReport(used, self._engine.links()))
+        kind, links = self._engine.kind, self._engine.links()
+        return MemoryStats(device, DeviceReport(kind, used, links[kind.inward], links[kind.outward]))
 
     # -- copies
 
@@ -150,7 +161,7 @@ class DeviceMemory:
         copy = self._cache.take(bundle.spec.spec_id, self._frames(bundle))
         if (bundle.version > 0 or bundle.owed) and not bundle.blank:
             pieces = pieces_between(self._in_arena(bundle.lease), self._on_device(bundle, copy), bundle.spec.nbytes)
-            self._coming[bundle.spec.spec_id] = self._engine.h2d(pieces)
+            self._coming[bundle.spec.spec_id] = self._engine.h2d(pieces, self._space.settled(copy.runs))
         return copy
 
     def _bring_back(self, bundle: Bundle, copy: DeviceCopy) -> None:
@@ -158,7 +169,7 @@ class DeviceMemory:
         lease = bundle.lease
         assert lease is not None and lease.mode.writes, f"{bundle.spec} was written without a lease for it"
         pieces = pieces_between(self._on_device(bundle, copy), self._in_arena(lease), bundle.spec.nbytes)
-        self._going[bundle.spec.spec_id] = self._engine.d2h(pieces)
+        self._going[bundle.spec.spec_id] = self._engine.d2h(pieces, self._space.settled(copy.runs))
         copy.dirty = False
 
     def _in_arena(self, lease: Lease) -> Extent:
@@ -181,8 +192,12 @@ class DeviceMemory:
         if copy.dirty:
             self._bring_back(self._bundles[key], copy)
         self._settle(key)
-        self._cache.drop(key)
+        self._drop(self._bundles[key])
         self._cache.counts.evictions += 1
+
+    def _drop(self, bundle: Bundle) -> None:
+        self._cache.drop(bundle.spec.spec_id)
+        self._space.vacate(bundle.range, bundle.offset_bytes)
 
     def _fill_ahead(self) -> None:
         """Ask for copies of what is used next and leased already, as far as room can be made without waiting."""

@@ -83,7 +83,7 @@ def _probe(optimizer: torch.optim.Optimizer | None) -> tuple[dict[nn.Parameter, 
     forms: dict[nn.Parameter, OptimizerForm] = {}
     problems: list[str] = []
     if optimizer is not None:
-        probe = OptimizerProbe(optimizer)
+        probe = OptimizerProbe(optimizer, torch.device("cpu"))
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if problems or parameter.numel() == 0:

@@ -49,8 +49,9 @@ class GradSlot:
     def real(self) -> torch.Tensor:
         """The tensor over the slot's bytes, one for life; valid while the group's bundles are leased."""
         if self._real is None:
-            address = self.store.bundles[0].range.address + self.offset_bytes
-            self._real = alias(address, self.nbytes, self.dtype, self.managed.shape, self.stride)
+            place, shape = self.store.bundles[0].range, self.managed.shape
+            address = place.address + self.offset_bytes
+            self._real = alias(address, self.nbytes, self.dtype, shape, self.stride, device=place.device)
         return self._real
 
 
@@ -196,7 +197,8 @@ class GradBook:
     def readable(self, slot: GradSlot) -> torch.Tensor:
         """The real bytes, to be read now; fresh zeros without I/O where the slot is zero."""
         if slot.zero:
-            return torch.empty_strided(slot.managed.shape, slot.stride, dtype=slot.dtype).zero_()
+            device = slot.managed.parameter.device
+            return torch.empty_strided(slot.managed.shape, slot.stride, dtype=slot.dtype, device=device).zero_()
         self.keep(slot.store)
         return slot.real
 
@@ -242,7 +244,8 @@ class GradBook:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """`target.copy_(source)`; by memmove where both are laid out alike, which is 1.7 times faster (measured)."""
-    if source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype and not source.is_conj():
+    alike = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
+    if alike and not source.is_conj() and source.device.type == target.device.type == "cpu":
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
     else:
         target.copy_(source)
@@ -271,7 +274,10 @@ class GradHandle(torch.Tensor):
     @staticmethod
     def __new__(cls, book: GradBook, slot: GradSlot) -> GradHandle:
 
-        return torch.Tensor._make_wrapper_subclass(cls, slot.managed.shape, strides=slot.stride, dtype=slot.dtype)
+        device = slot.managed.parameter.device
+        return torch.Tensor._make_wrapper_subclass(
+            cls, slot.managed.shape, strides=slot.stride, dtype=slot.dtype, device=device
+        )
 
     def __init__(self, book: GradBook, slot: GradSlot) -> None:
         self._book, self.slot = book, slot

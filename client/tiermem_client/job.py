@@ -25,6 +25,7 @@ from tiermem_client.address_space import AddressSpaceStats
 from tiermem_client.embedded import EmbeddedDaemon
 from tiermem_client.grads import GradBook, GradHandle
 from tiermem_client.memory import DeviceStats
+from tiermem_client.relocation import Relocation
 from tiermem_client.residency import Residency, ResidencyStats
 from tiermem_client.storage_swap import evacuate
 from tiermem_client.trace_recordings import TraceRecordings
@@ -92,8 +93,10 @@ class Job:
     attached: bool = True
     device_told_s: float = 0.0  # on time.monotonic()
     recordings: TraceRecordings = field(init=False, repr=False)
+    relocation: Relocation = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.relocation = Relocation(self.residency.memory.device, self.storages)
         self.recordings = TraceRecordings(self.residency.session)
 
     def stats(self) -> TrainerStats:
@@ -222,8 +225,10 @@ class Job:
             self.residency.acquire(group.bundles, Mode.READ)
             while self.adopted and self.adopted[-1].group is group:
                 storage = self.adopted.pop()
-                evacuate(storage.storage, tensors=[m.parameter for m in storage.parameters])
+                if not self.relocation.fetch(storage):
+                    evacuate(storage.storage, tensors=storage.tensors)
             self.residency.release(group.bundles)
+        self.relocation.back(None if self.updater is None else self.updater.shown.optimizer)
 
     def _end(self) -> None:
         with contextlib.suppress(ValueError):

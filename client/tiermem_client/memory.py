@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.grants.table import Lease
 from tiermem.plan import Access
@@ -67,7 +69,7 @@ class MemoryStats:
 
     @property
     def tiers(self) -> dict[str, TierStats]:
-        return {} if self.report is None else {"emulated": self.report.tier}
+        return {} if self.report is None else {str(self.report.kind): self.report.tier}
 
     @property
     def links(self) -> dict[str, LinkStats]:
@@ -91,8 +93,16 @@ class Memory(Protocol):
         """The largest bundle."""
 
     @property
+    def device(self) -> torch.device:
+        """Where the tensors are, for torch."""
+
+    @property
     def keeps_copies(self) -> bool:
         """Whether bytes stay readable here when the lease has ended."""
+
+    @property
+    def unpinned(self) -> str:
+        """Why copies go through memory that is not pinned; empty where they do not."""
 
     def reserve(self, nbytes: int) -> Range: ...
 
@@ -134,7 +144,9 @@ class Memory(Protocol):
 class HostMemory:
     """CPU tensors lie in the frames of the arena themselves, which enter their ranges for the duration of a lease."""
 
+    device = torch.device("cpu")
     keeps_copies = False
+    unpinned = ""
 
     def __init__(self, space: AddressSpace, cap_bytes: int) -> None:
         self._space = space

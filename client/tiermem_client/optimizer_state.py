@@ -45,6 +45,7 @@ class StatePlace:
             tuple(shape),
             None if stride is None else tuple(stride),
             0,
+            self.bundles[0].range.device,
         )
 
 

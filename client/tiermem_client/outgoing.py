@@ -1,22 +1,28 @@
 """The queue of messages to the daemon, and the lock under which they are decided. What is decided in one critical
 section, and what waits together, travels together: a message costs a tenth of a millisecond in Python's gRPC, whatever
-is in it, and waking gRPC's thread costs whoever does it, so it is done when the lock is let go.
+is in it, and waking gRPC's thread costs whoever does it, so it is done when the lock is let go, and what does not press
+waits a little for what comes after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from tiermem.grants.messages import ClientBody
-from tiermem.rpc import codec
+from tiermem.rpc import grants
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 
 _ALONE = ("open", "close", "declare", "adopt", "trace")
 """The session's ends, and messages that are large by themselves."""
+
+LINGER_S = 0.05
+"""How long what does not press waits at most."""
 
 _Item = ClientBody | pb.ClientMessage
 
@@ -26,16 +32,29 @@ class Outgoing:
     before. `sent`: messages handed to gRPC, a batch being one.
     """
 
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Sequence[_Item] | None] = queue.SimpleQueue()
+    def __init__(self, linger_s: float = LINGER_S) -> None:
+        self._linger_s = linger_s
+        self._lock = threading.Lock()  # owner: this queue; held for arithmetic
+        self._waiting: deque[_Item] = deque()  # guarded by _lock
+        self._told = False  # guarded by _lock; the iterating thread knows that something waits
+        self._closed = False  # guarded by _lock
+        self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()  # whether something is pressing
         self.sent = 0
 
-    def put(self, *items: _Item) -> None:
-        """Messages of the grant protocol as values, which must not change any more, or any message as it travels."""
-        self._waiting.put(items)
+    def put(self, *items: _Item, pressing: bool = True) -> None:
+        """Messages of the grant protocol as values, which must not change any more, or any message as it travels. Those
+        that do not press are sent with the next one that does, or after a while.
+        """
+        with self._lock:
+            self._waiting.extend(items)
+            signal, self._told = pressing or not self._told, True
+        if signal:
+            self._signals.put(pressing)
 
     def close(self) -> None:
-        self._waiting.put(None)
+        with self._lock:
+            self._closed = True
+        self._signals.put(True)
 
     def __iter__(self) -> Iterator[pb.ClientMessage]:
         for message in self._messages():
@@ -46,26 +65,33 @@ class Outgoing:
         waiting: deque[_Item] = deque()
         closed = False
         while not closed or waiting:
-            closed = closed or self._gather(waiting, block=not waiting)
+            if not waiting:
+                self._wait()
+            closed = self._gather(waiting)
             together: list[_Item] = []
-            while waiting and len(together) < codec.MAX_BATCH and not _is_alone(waiting[0]):
+            while waiting and len(together) < grants.MAX_BATCH and not _is_alone(waiting[0]):
                 together.append(waiting.popleft())
             if together:
-                yield codec.encode_together(together)
+                yield grants.encode_together(together)
             elif waiting:
                 alone = waiting.popleft()
                 assert isinstance(alone, pb.ClientMessage)
                 yield alone
 
-    def _gather(self, into: deque[_Item], block: bool) -> bool:
-        """Everything that waits; at least something if `block`. True where it was the last."""
-        try:
-            while (items := self._waiting.get(block)) is not None:
-                into.extend(items)
-                block = False
-        except queue.Empty:
-            return False
-        return True
+    def _wait(self) -> None:
+        """Until something presses, or has waited long enough."""
+        pressing, until_s = self._signals.get(), time.monotonic() + self._linger_s
+        with contextlib.suppress(queue.Empty):
+            while not pressing:
+                pressing = self._signals.get(timeout=max(0.0, until_s - time.monotonic()))
+
+    def _gather(self, into: deque[_Item]) -> bool:
+        """Everything that waits. True where nothing comes after it."""
+        with self._lock:
+            into.extend(self._waiting)
+            self._waiting.clear()
+            self._told = False
+            return self._closed
 
 
 def _is_alone(item: _Item) -> bool:

@@ -87,10 +87,16 @@ def _piece(managed: ManagedParameter, first: int, count: int, tile: int) -> Piec
     size = source.element_size()
     if tile < 0:
         view = alias(
-            storage.address, storage.nbytes, source.dtype, managed.shape, managed.stride, managed.storage_offset
+            storage.address,
+            storage.nbytes,
+            source.dtype,
+            managed.shape,
+            managed.stride,
+            managed.storage_offset,
+            source.device,
         )
     else:
-        view = alias(storage.address + first * size, count * size, source.dtype, (count,))
+        view = alias(storage.address + first * size, count * size, source.dtype, (count,), device=source.device)
     shadow = nn.Parameter(view, requires_grad=source.requires_grad)
     shadow.__dict__.update({k: v for k, v in source.__dict__.items() if not k.startswith("_")})
     return Piece(managed, first, count, tile, shadow)

@@ -12,7 +12,7 @@ nobody.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
@@ -94,18 +94,47 @@ class Residency:
     def acquire(self, bundles: Iterable[Bundle], mode: Mode) -> None:
         """Lease each bundle in READ, UPDATE or CREATE mode, one holder more. On an error none of them is held."""
         held: list[Bundle] = []
+        wanted = list(bundles)
         with self.session.lock:
             self.session.check_usable()
             self.run_unreferenced()
+            taken: set[Bundle] = set()
             try:
-                for bundle in bundles:
-                    self._acquire_one(bundle, mode)
+                self._take_ahead(wanted, mode, taken)
+                for bundle in wanted:
+                    self._acquire_one(bundle, mode, taken)
                     held.append(bundle)
             except BaseException:
                 self.release(held)
+                self._let_go([bundle for bundle in taken if bundle.holders == 0 and bundle.lease is not None])
                 raise
 
-    def _acquire_one(self, bundle: Bundle, mode: Mode) -> None:
+    def _take_ahead(self, bundles: Sequence[Bundle], mode: Mode, taken: set[Bundle]) -> None:
+        """Lease at one go what grants that are here allow; a demand for the others would void them."""
+        create = mode is Mode.CREATE
+        free = {
+            (b.spec.spec_id if create else b.bundle_id): b
+            for b in bundles
+            if b.lease is None and not b.asking and (b.bundle_id is None) is create
+        }
+        if mode is Mode.READ and self.memory.keeps_copies:
+            free = {target: b for target, b in free.items() if not self.memory.is_here(b)}
+        targets = [target for target in free if target is not None]
+        if not targets:
+            return
+        leases = self.session.take(targets, mode)
+        left = deque((bundle, lease) for bundle, lease in zip(free.values(), leases, strict=True) if lease is not None)
+        self.stats.ahead += len(left)
+        try:
+            while left:
+                bundle, lease = left.popleft()
+                self._begin(bundle, lease)
+                taken.add(bundle)
+        except TiermemError:
+            self.session.done([lease.grant.serial for _, lease in left])
+            raise
+
+    def _acquire_one(self, bundle: Bundle, mode: Mode, taken: Collection[Bundle]) -> None:
         while bundle.asking:  # another thread's demand for it is open
             self.session.lock.wait(1.0)
             if not self.session.alive:
@@ -113,7 +142,7 @@ class Residency:
         if self._leased_for(bundle, mode) or (
             bundle.lease is None and mode is Mode.READ and self.memory.is_here(bundle)
         ):
-            self.stats.local += 1
+            self.stats.local += bundle not in taken
         else:
             self._lease(bundle, mode)
         if bundle.holders == 0:
@@ -126,7 +155,7 @@ class Residency:
         bundle.holders += 1
         self._idle.pop(bundle, None)
         if self.memory.keeps_copies and not self.keeps_idle and bundle.lease is not None and not bundle.writable:
-            self._end_lease(bundle)
+            self._end_leases([bundle])
 
     def _leased_for(self, bundle: Bundle, mode: Mode) -> bool:
         wanted = Mode.UPDATE if bundle.blank and mode == Mode.CREATE else mode
@@ -137,17 +166,26 @@ class Residency:
         if create and mode != Mode.CREATE:
             raise TiermemError(f"{bundle.spec} holds no bytes and was asked for {mode.name}")
         target = bundle.spec.spec_id if create else self._id(bundle)
-        lease = self.session.take(target, mode)
+        [lease] = self.session.take([target], mode)
         if lease is not None:
             self.stats.ahead += 1
         else:
             lease = self._demand(bundle, target, mode)
-        old = bundle.lease
-        bundle.lease, bundle.bundle_id, bundle.version = lease, lease.grant.bundle, lease.grant.version
-        if old is None:
+        self._begin(bundle, lease)
+
+    def _begin(self, bundle: Bundle, lease: Lease) -> None:
+        old, grant = bundle.lease, lease.grant
+        before = bundle.bundle_id, bundle.version
+        bundle.lease, bundle.bundle_id, bundle.version = lease, grant.bundle, grant.version
+        if old is not None:  # an upgrade: the reading lease of the same frames ends
+            self.session.done([old.grant.serial])
+            return
+        try:
             self.memory.leased(bundle)
-        else:  # an upgrade: the reading lease of the same frames ends
-            self.session.done(old.grant.serial)
+        except TiermemError:
+            bundle.lease, (bundle.bundle_id, bundle.version) = None, before
+            self.session.done([grant.serial])
+            raise
 
     def _demand(self, bundle: Bundle, target: int, mode: Mode) -> Lease:
         self.stats.demands += 1
@@ -249,8 +287,8 @@ class Residency:
         if not self.session.alive:  # nothing can be sent any more, and nothing that was written is lost by us
             return
         self.commit(bundles)
+        self._end_leases(bundles)
         for bundle in bundles:
-            self._end_lease(bundle)
             if bundle.version == 0:  # created, but nothing was written: the store has forgotten it
                 self.memory.forget(bundle)
                 bundle.bundle_id, bundle.blank = None, False
@@ -259,12 +297,16 @@ class Residency:
                 self.session.discard([self._id(bundle)])
                 bundle.bundle_id, bundle.version, bundle.blank = None, 0, False
 
-    def _end_lease(self, bundle: Bundle) -> None:
-        lease = bundle.lease
-        assert lease is not None
-        self.memory.ended(bundle)
-        bundle.lease = None
-        self.session.done(lease.grant.serial)
+    def _end_leases(self, bundles: Iterable[Bundle]) -> None:
+        serials = []
+        for bundle in bundles:
+            lease = bundle.lease
+            assert lease is not None
+            self.memory.ended(bundle)
+            bundle.lease = None
+            serials.append(lease.grant.serial)
+        if serials:
+            self.session.done(serials)
 
     def discard(self, bundles: Iterable[Bundle]) -> None:
         """Free bundles that nobody holds; they may be created again. Bundles without bytes are passed over."""

@@ -133,8 +133,9 @@ class SavedTensorHooks:
                 self.hold(group.owner, group.bundles, group.unit)
                 if torch.is_grad_enabled():
                     self._push_for_this_node()
-                empty = torch.empty(0, dtype=packed.dtype)
-                return empty.set_(packed.storage.storage, packed.offset, packed.size, packed.stride)
+                storage = packed.storage.storage
+                empty = torch.empty(0, dtype=packed.dtype, device=storage.device)
+                return empty.set_(storage, packed.offset, packed.size, packed.stride)
             case PackedBelow():
                 return packed.unpack(packed.value)
             case PackedOther():

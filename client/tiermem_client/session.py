@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -25,7 +25,7 @@ from tiermem.grants.messages import Accessed, Surrender
 from tiermem.grants.table import GrantTable, Lease, Waiter
 from tiermem.notices import Notice
 from tiermem.plan import Access
-from tiermem.rpc import codec
+from tiermem.rpc import codec, grants
 from tiermem.rpc.status import error_from_rpc
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.stats import DeviceReport
@@ -38,6 +38,10 @@ from tiermem_client.side_channel import SideChannel
 _log = logging.getLogger("tiermem.session")
 MAIN = "main"
 _WAIT_SLICE_S = 0.25
+_PARTS_KEPT_QUIET = 16
+"""The end of leases of so small a part of the arena can wait to be told: the daemon looks for what to do with room when
+more of it has come together (`grants.serving.WINDOW_PARTS`).
+"""
 
 
 class Session:
@@ -174,11 +178,11 @@ class Session:
             if self.alive:
                 self.table.accessed(MAIN, access)
 
-    def take(self, target: int, mode: Mode) -> Lease | None:
-        """A lease by a grant that has come ahead of its use, without a wait; None where there is none."""
+    def take(self, targets: Sequence[int], mode: Mode) -> list[Lease | None]:
+        """Leases by grants that have come ahead of their use, without a wait; None where there is none."""
         with self.lock:
             self._check()
-            return self.table.take(MAIN, target, mode)
+            return self.table.take(MAIN, targets, mode)
 
     def demand(self, target: int, mode: Mode, what: object) -> Lease:
         """Ask for a lease and wait for it (the lock is released meanwhile). Raises the daemon's typed refusal, or
@@ -206,9 +210,10 @@ class Session:
             self._check()
             self.table.commit(updated, consumed)
 
-    def done(self, serial: int) -> None:
+    def done(self, serials: Iterable[int]) -> None:
+        """Leases end, after what was written under them was committed."""
         with self.lock:
-            self.table.done(serial)
+            self.table.done(*serials)
 
     def discard(self, bundles: Sequence[int]) -> None:
         with self.lock:
@@ -229,6 +234,8 @@ class Session:
     def status(self) -> bytes:
         """This job's part of the daemon's snapshot, as JSON."""
         self.check_usable()
+        with self.lock:
+            self._hand_over(all_of_it=True)
         try:
             answer: pb.GetStatusResponse = self.connection.stub.GetStatus(
                 pb.GetStatusRequest(job=self.opened.job), timeout=self.timeout_s
@@ -264,12 +271,17 @@ class Session:
         self._outgoing.put(message)
 
     def _hand_over(self, all_of_it: bool = False) -> None:
-        """What the table has decided goes to gRPC's thread. What is said to come waits for what comes then: nothing
-        depends on it, and the thread is woken once for both.
+        """What the table has decided goes to gRPC's thread, which is woken where something presses. An access waits for
+        what is used in it: nothing depends on it.
         """
-        outbox = self.table.outbox
-        if outbox and (all_of_it or len(outbox) > 1 or type(outbox[0]) is not Accessed):
-            self._outgoing.put(*outbox)
+        table, outbox = self.table, self.table.outbox
+        if not outbox:
+            return
+        pressing = all_of_it or table.presses(MAIN, self.frames // _PARTS_KEPT_QUIET)
+        if pressing or len(outbox) > 1 or type(outbox[0]) is not Accessed:
+            if pressing:
+                table.told()
+            self._outgoing.put(*outbox, pressing=pressing)
             outbox.clear()
 
     def renew_lock(self) -> None:
@@ -361,9 +373,12 @@ class Session:
                     if not self._take(inner):
                         return False
             case "grant":
-                self.table.receive(codec.decode_grant(message.grant, self.frames))
+                self.table.receive(grants.decode_grant(message.grant, self.frames))
+            case "grants":
+                for grant in grants.decode_grants(message.grants, self.frames):
+                    self.table.receive(grant)
             case "refuse":
-                self.table.receive(codec.decode_refuse(message.refuse))
+                self.table.receive(grants.decode_refuse(message.refuse))
             case "surrender":
                 self.table.receive(Surrender(message.surrender.lane))
             case "admitted":

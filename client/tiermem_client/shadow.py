@@ -5,7 +5,6 @@ of the user's instance is touched, and the arithmetic is the user's own code.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,8 +110,8 @@ class OptimizerProbe:
     closures and optimizers that mix parameters.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
         self._record = StepRecord.capture(optimizer)
         self._forms: dict[tuple[int, torch.dtype, tuple[int, ...]], OptimizerForm] = {}
 
@@ -120,16 +119,19 @@ class OptimizerProbe:
         shape = tuple(min(n, 4) for n in parameter.shape)
         key = (group, parameter.dtype, shape)
         if key not in self._forms:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[] if self._device.type == "cpu" else [self._device]):
                 self._forms[key] = self._learn(group, parameter, shape)
         return self._forms[key]
 
     def _learn(self, group: int, like: nn.Parameter, shape: tuple[int, ...]) -> OptimizerForm:
         name = type(self._optimizer).__name__
         generator = torch.Generator().manual_seed(7)
-        draw = functools.partial(torch.randn, shape, generator=generator)
-        values, others = draw().to(like.dtype), draw().to(like.dtype)
-        grads = [(draw().to(like.dtype), draw().to(like.dtype)) for _ in range(3)]
+
+        def draw() -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(self._device, like.dtype)
+
+        values, others = draw(), draw()
+        grads = [(draw(), draw()) for _ in range(3)]
         try:
             whole, state = self._run(group, like, [values], [[g] for g, _ in grads])
             both, _ = self._run(group, like, [values, others], [list(g) for g in grads])

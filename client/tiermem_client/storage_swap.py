@@ -1,12 +1,13 @@
 """Move a tensor's storage to other memory under the tensors that use it. The one module that touches torch's private
-`UntypedStorage._swap_data_ptr_`.
+`UntypedStorage._swap_data_ptr_` and `_construct_storage_from_data_pointer`.
 
 A swap changes the address inside the StorageImpl that Parameters, views, tied weights and tensors saved by autograd
 share, so all of them follow; no version counter moves and the old memory is freed. Where the private function is
 missing or does not do this (`self_test`), the `.data` of a given list of tensors is switched instead: views and saved
 tensors then keep the old bytes, which is right only while no graph is alive and no view is kept; a warning in the log.
 
-Threading: the caller holds the client lock; nobody else may use the tensors meanwhile. CPU storages only.
+Threading: the caller holds the client lock; nobody else may use the tensors meanwhile. A storage moves within its
+device; `leave_host` and `return_to_host` take it to another one and back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import enum
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,23 +41,25 @@ def rehome(
     *,
     tensors: Sequence[torch.Tensor] = (),
     mechanism: Mechanism | None = None,
+    source: torch.UntypedStorage | None = None,
     copy: bool = True,
 ) -> None:
-    """Copy the whole storage to `address` and let it live there; its old memory is freed.
+    """Copy the whole storage to `address`, on the same device, and let it live there; its old memory is freed.
 
     `address` is a multiple of 64, mapped and writable now, and outlives the storage's stay; `nbytes` is the storage's
-    size. With `copy=False` no byte is read or written: whoever maps the address later has put the same bytes there. A
-    storage of 0 bytes has no address and is left alone. `tensors` are all tensors on the storage that must follow where
-    the mechanism is DATA; `mechanism=None` is what `self_test` found. Raises InvalidArgument, Unsupported; nothing has
-    changed then.
+    size. `source`: where its bytes are now, if not in the storage. With `copy=False` no byte is read or written:
+    whoever maps the address later has put the same bytes there. A storage of 0 bytes has no address and is left alone.
+    `tensors` are all tensors on the storage that must follow where the mechanism is DATA; `mechanism=None` is what
+    `self_test` found. Raises InvalidArgument, Unsupported; nothing has changed then.
     """
-    storage = _storage_of(target)
+    storage = _storage_of(target, has_bytes=copy and source is None)
     if storage.nbytes() != nbytes:
         raise InvalidArgument(f"the storage has {storage.nbytes()} bytes, not {nbytes}; give its whole size")
     if address % TENSOR_ALIGN_BYTES:
         raise InvalidArgument(f"address {address:#x} is not a multiple of {TENSOR_ALIGN_BYTES}")
     if nbytes:
-        _switch(storage, alias(address, nbytes, torch.uint8, (nbytes,)).untyped_storage(), tensors, mechanism, copy)
+        there = alias(address, nbytes, torch.uint8, (nbytes,), device=storage.device)
+        _switch(storage, there.untyped_storage(), tensors, mechanism, (source or storage) if copy else None)
 
 
 def evacuate(
@@ -67,9 +71,10 @@ def evacuate(
     """The reverse of `rehome`: copy the whole storage into fresh memory of torch's allocator. The bytes where it was,
     which must be readable now, belong to their owner again. Same arguments and errors.
     """
-    storage = _storage_of(target)
+    storage = _storage_of(target, has_bytes=True)
     if storage.nbytes():
-        _switch(storage, torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage(), tensors, mechanism)
+        fresh = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+        _switch(storage, fresh.untyped_storage(), tensors, mechanism, storage)
 
 
 def alias(
@@ -79,10 +84,11 @@ def alias(
     shape: Sequence[int],
     stride: Sequence[int] | None = None,
     storage_offset: int = 0,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A tensor over the `nbytes` at `address`, which it does not own. `stride` (None: contiguous) and `storage_offset`
-    are in elements, as `Tensor.set_` takes them. Every dtype; 0-dim and empty too. Raises InvalidArgument for a tensor
-    that does not fit in `nbytes`.
+    """A tensor over the `nbytes` at `address` on `device`, which it does not own. `stride` (None: contiguous) and
+    `storage_offset` are in elements, as `Tensor.set_` takes them. Every dtype; 0-dim and empty too. Raises
+    InvalidArgument for a tensor that does not fit in `nbytes`.
     """
     strides = _contiguous(shape) if stride is None else tuple(stride)
     count = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -91,12 +97,46 @@ def alias(
             f"{dtype} of shape {tuple(shape)}, stride {strides}, offset {storage_offset} does not fit in {nbytes} bytes"
         )
     if nbytes == 0:
-        return torch.empty(tuple(shape), dtype=dtype).as_strided(tuple(shape), strides)
-    memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return torch.empty(tuple(shape), dtype=dtype, device=device).as_strided(tuple(shape), strides)
+    storage = _storage_at(address, nbytes, torch.device(device))
     # set_ would enlarge a storage (and fails on this one) for an empty tensor that starts beyond the end.
     offset = storage_offset if count else 0
-    return torch.empty(0, dtype=dtype).set_(storage, offset, tuple(shape), strides)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, tuple(shape), strides)
+
+
+def _storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage that does not own its memory; at address 0 there is none."""
+    if device.type == "cpu" and address:
+        memory = (ctypes.c_ubyte * nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    made: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return made  # type: ignore[no-any-return]
+
+
+def leave_host(
+    storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor], device: torch.device
+) -> torch.UntypedStorage:
+    """Switch `tensors`, all that are on the storage and must follow, to one on `device` that has no memory yet, for
+    `rehome`. Views and what autograd has saved stay where they are. The bytes stay in the storage given.
+    """
+    _check_followers(storage, tensors)
+    elsewhere = _storage_at(0, storage.nbytes(), device)
+    _follow(tensors, elsewhere)
+    return elsewhere
+
+
+def return_to_host(host: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> None:
+    """Switch `tensors` to a storage in host memory; their gradients come too."""
+    for tensor in tensors:
+        grad, tensor.grad = tensor.grad, None
+        _follow([tensor], host)
+        tensor.grad = None if grad is None else grad.to(host.device)
+
+
+def _follow(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> None:
+    for tensor in tensors:
+        place = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        tensor.data = place.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -153,22 +193,24 @@ def _switch(
     fresh: torch.UntypedStorage,
     tensors: Sequence[torch.Tensor],
     mechanism: Mechanism | None,
-    copy: bool = True,
+    source: torch.UntypedStorage | None,
 ) -> None:
-    """Copy the bytes into `fresh`, of the same size, unless they will be there anyway, and let the storage (or
-    `tensors`) use that memory.
+    """Copy the bytes of `source` (None: they will be there anyway) into `fresh`, of the same size, and let the storage
+    (or `tensors`) use that memory.
     """
     chosen = mechanism or self_test()
     if chosen is Mechanism.DATA:
         _check_followers(storage, tensors)
-    if copy:  # unlike copy_, with non-temporal stores
-        ctypes.memmove(fresh.data_ptr(), storage.data_ptr(), storage.nbytes())
+    if (
+        source is not None and source.device.type == fresh.device.type == "cpu"
+    ):  # unlike copy_, with non-temporal stores
+        ctypes.memmove(fresh.data_ptr(), source.data_ptr(), storage.nbytes())
+    elif source is not None:
+        fresh.copy_(source)
     if chosen is Mechanism.SWAP:
         storage._swap_data_ptr_(fresh)  # type: ignore[attr-defined]  # `fresh` takes the old memory along when it dies
         return
-    for tensor in tensors:
-        place = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = place.set_(fresh, tensor.storage_offset(), tensor.size(), tensor.stride())
+    _follow(tensors, fresh)
 
 
 def _check_followers(storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> None:
@@ -179,15 +221,16 @@ def _check_followers(storage: torch.UntypedStorage, tensors: Sequence[torch.Tens
             raise InvalidArgument(f"a tensor of shape {tuple(tensor.shape)} is not on the storage that moves")
 
 
-def _storage_of(target: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
+def _storage_of(target: torch.Tensor | torch.UntypedStorage, has_bytes: bool) -> torch.UntypedStorage:
     if isinstance(target, torch.Tensor):
         if storage_key(target) is None:
             raise Unsupported(f"a {type(target).__name__} of layout {target.layout} has no storage that could be moved")
         target = target.untyped_storage()
-    if target.device.type != "cpu":
-        raise Unsupported(f"a storage on {target.device} does not move to a CPU address; give one on the CPU")
+    if target.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"a storage on {target.device} has no address; give one on the CPU or on a CUDA device")
     try:
-        target.data_ptr()
+        if has_bytes:
+            target.data_ptr()
     except RuntimeError as error:
         raise Unsupported(f"a storage without memory, as a wrapper subclass has, cannot be moved: {error}") from error
     return target

@@ -8,8 +8,9 @@ that lie side by side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,18 @@ from tiermem_client.residency import Residency
 from tiermem_client.storage_swap import storage_key
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_WIDEST_GRADIENT = 4  # bytes of an element: a gradient may be wider than its parameter
+_UPDATES_IN_ARENA = 16
+"""Tiles are as large as bundles can be where this many tiles' updates fit into the arena."""
+
+
+class Weight(NamedTuple):
+    """Bytes over those of the parameter, at least 1: of all its optimizer state, which is one bundle, and of the
+    largest of its gradient and state tensors, which have bundles of their own where the parameter is tiled.
+    """
+
+    state: float
+    largest: float
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +64,8 @@ class ManagedParameter:
 class ManagedStorage:
     """One torch storage that lives in the store; views, tied parameters and saved tensors all point into it.
 
-    `source`: a file that its bytes seem to be in, if it is frozen (`file_backed`).
+    `source`: a file that its bytes seem to be in, if it is frozen (`file_backed`). `host`: the storage in host memory
+    that it was before attach, if it lives on another device, as long as its bytes are nowhere else (`relocation`).
     """
 
     storage: torch.UntypedStorage = field(repr=False)  # its text reads bytes, which may not be here
@@ -61,6 +75,16 @@ class ManagedStorage:
     group: Group | None = None
     offset_bytes: int = 0
     source: FileSource | None = None
+    host: torch.UntypedStorage | None = field(default=None, repr=False)
+
+    @property
+    def tensors(self) -> list[nn.Parameter]:
+        return [m.parameter for m in self.parameters]
+
+    @property
+    def origin(self) -> torch.UntypedStorage:
+        """Where its bytes are before they are in the store."""
+        return self.host or self.storage
 
     @property
     def file(self) -> int | None:
@@ -167,21 +191,23 @@ def _callable_modules(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def collect_storages(model: nn.Module, units: list[Unit]) -> dict[int, ManagedStorage]:
-    """Every parameter's storage by key; raises Unsupported for a parameter that has none (sparse, quantised wrappers,
-    meta).
+def collect_storages(
+    model: nn.Module, units: list[Unit], device: torch.device | None = None
+) -> dict[int, ManagedStorage]:
+    """Every parameter's storage by key; raises Unsupported for a parameter that has none in host memory or on `device`
+    (sparse, quantised wrappers, meta, another GPU).
     """
+    places = ["in host memory", *([] if device is None else [f"on {device}"])]
     names = {p: n for n, p in model.named_parameters(remove_duplicate=True)}
     storages: dict[int, ManagedStorage] = {}
     for unit in units:
         for parameter in unit.parameters:
             name = names.get(parameter, unit.name)
             key = storage_key(parameter)
-            if key is None or parameter.device.type != "cpu":
+            if key is None or (parameter.device.type != "cpu" and parameter.device != device):
                 raise Unsupported(
                     f"parameter {name!r} ({type(parameter).__name__} on {parameter.device}, layout {parameter.layout}) "
-                    "has no "
-                    "dense storage in host memory; move the model to the CPU before attach"
+                    f"has no dense storage {' or '.join(places)}; move the model to the CPU before attach"
                 )
             storage = storages.get(key)
             if storage is None:
@@ -200,13 +226,19 @@ def collect_storages(model: nn.Module, units: list[Unit]) -> dict[int, ManagedSt
     return storages
 
 
-def build_groups(
-    unit: Unit, storages: dict[int, ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], float]
-) -> None:
-    """Cut a unit's storages into groups and declare their PARAM bundles.
+def weight_of(storage: ManagedStorage, itemsizes: Mapping[nn.Parameter, Sequence[int]]) -> Weight:
+    """`itemsizes`: bytes of an element of each state tensor of a parameter."""
+    mine = [(m.parameter, itemsizes.get(m.parameter, ())) for m in storage.parameters]
+    state = sum(p.numel() * sum(sizes) for p, sizes in mine) / max(1, storage.nbytes)
+    widest = max(max([_WIDEST_GRADIENT, *sizes]) / p.element_size() for p, sizes in mine)
+    return Weight(max(1.0, state), max(1.0, widest))
 
-    `weight` is the largest kind's bytes over the parameter's: where the optimizer keeps two moments, 2; so no bundle of
-    any kind is above the cap. Storages that may be adopted from a file share no bundle with others.
+
+def build_groups(
+    unit: Unit, storages: dict[int, ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], Weight]
+) -> None:
+    """Cut a unit's storages into groups and declare their PARAM bundles. No bundle of any kind is above the cap then.
+    Storages that may be adopted from a file share no bundle with others.
     """
     mine = [s for s in dict.fromkeys(storages[storage_key(p) or 0] for p in unit.parameters) if s.group is None]
     for file in dict.fromkeys(s.file for s in mine):
@@ -214,15 +246,18 @@ def build_groups(
 
 
 def _cut(
-    unit: Unit, mine: list[ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], float]
+    unit: Unit, mine: list[ManagedStorage], residency: Residency, weight: Callable[[ManagedStorage], Weight]
 ) -> None:
-    cap = residency.memory.bundle_cap_bytes
+    cap, session = residency.memory.bundle_cap_bytes, residency.session
+    arena_bytes = 0 if residency.memory.keeps_copies else session.frames * session.opened.frame_bytes
+    ample_bytes = arena_bytes // _UPDATES_IN_ARENA
     run: list[ManagedStorage] = []
     filled = 0.0
     for storage in mine:
-        heaviest = round_up(max(1, storage.nbytes), TENSOR_ALIGN_BYTES) * weight(storage)
+        heavy = weight(storage)
+        heaviest = round_up(max(1, storage.nbytes), TENSOR_ALIGN_BYTES) * heavy.state
         if heaviest > cap:
-            unit.groups.append(_tiled(unit, storage, residency, int(cap / weight(storage))))
+            unit.groups.append(_tiled(unit, storage, residency, tile_bytes(cap, ample_bytes, heavy)))
             continue
         if run and filled + heaviest > cap:
             unit.groups.append(_packed(unit, run, residency))
@@ -231,6 +266,16 @@ def _cut(
         filled += heaviest
     if run:
         unit.groups.append(_packed(unit, run, residency))
+
+
+def tile_bytes(cap_bytes: int, ample_bytes: int, weight: Weight) -> int:
+    """Bytes of a parameter that a tile has: as many as make no bundle larger than the cap, where a tile's update takes
+    no more than `ample_bytes`, and fewer otherwise.
+
+    Large tiles are fewer; small ones let more of what is used next be there in time.
+    """
+    update = 2 + weight.state  # the parameter, its gradient, and state
+    return int(max(cap_bytes / weight.state, min(cap_bytes / weight.largest, ample_bytes / update)))
 
 
 def _packed(unit: Unit, storages: list[ManagedStorage], residency: Residency) -> Group:

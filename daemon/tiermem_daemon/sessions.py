@@ -13,7 +13,7 @@ from tiermem.bundle import BundleSpec
 from tiermem.errors import InvalidArgument, ProtocolError, ResourceExhausted, TiermemError
 from tiermem.grants.messages import ClientBody
 from tiermem.job_store import JobStore
-from tiermem.rpc import codec
+from tiermem.rpc import codec, grants
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.store import TensorStore
 from tiermem_daemon.trace_requests import TraceRequests
@@ -32,6 +32,7 @@ class Session:
         self._alive_interval_s = alive_interval_s
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._ready = asyncio.Event()
+        self._waking = False  # it is on its way to the loop that there is something to send
         self._direct: list[pb.DaemonMessage] = []
         self._ending: asyncio.Task[None] | None = None
         self.traces = TraceRequests(job.pid, self._say)
@@ -71,21 +72,21 @@ class Session:
             case "trace":
                 self.traces.told(message.trace)
             case "batch":
-                self._handle_batch(codec.messages_of(message.batch))
+                self._handle_batch(grants.messages_of(message.batch))
             case "close":
                 return False
             case "open" | None:
                 raise ProtocolError(f"message {message.WhichOneof('body')!r} is not expected inside a session")
             case _:
-                self.job.receive(codec.decode_client(message))
+                self.job.receive(grants.decode_client(message))
         return True
 
     def _handle_batch(self, messages: Sequence[pb.ClientMessage]) -> None:
         """Neighbours of the grant protocol are acted on together, which serves who waits once."""
         together: list[ClientBody] = []
         for message in messages:
-            if message.WhichOneof("body") in codec.GRANT_BODIES:
-                together.append(codec.decode_client(message))
+            if message.WhichOneof("body") in grants.BODIES:
+                together.append(grants.decode_client(message))
                 continue
             if together:
                 self.job.receive(*together)
@@ -150,10 +151,10 @@ class Session:
     def _waiting(self) -> list[pb.DaemonMessage]:
         """What is to be sent now, in order."""
         batch: list[pb.DaemonMessage] = []
-        while self._direct and len(batch) < codec.MAX_BATCH:
+        while self._direct and len(batch) < grants.MAX_BATCH:
             batch.append(self._direct.pop(0))
-        while self.job.outbox and len(batch) < codec.MAX_BATCH:
-            batch.append(codec.encode_daemon(self.job.outbox.popleft()))
+        outbox = self.job.outbox
+        batch += grants.encode_decided([outbox.popleft() for _ in range(min(len(outbox), grants.MAX_BATCH))])
         return batch
 
     def end(self, reason: str) -> asyncio.Task[None]:
@@ -182,8 +183,13 @@ class Session:
             return
         if threading.get_ident() == self._thread:
             self._ready.set()
-        else:
-            _call_soon(self._loop, self._ready.set)
+        elif not self._waking:
+            self._waking = True
+            _call_soon(self._loop, self._awake)
+
+    def _awake(self) -> None:
+        self._waking = False  # first: what is decided from now on may be missed by who is woken now
+        self._ready.set()
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

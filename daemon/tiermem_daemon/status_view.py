@@ -12,12 +12,11 @@ from rich.console import Console
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from tiermem.bundle import TierName
 from tiermem.errors import ProtocolError
 from tiermem.rpc.status import error_from_rpc
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
-from tiermem.stats import DeviceLink, JobStats, StoreStats, TierStats
+from tiermem.stats import DeviceKind, JobStats, StoreStats, TierStats
 from tiermem.units import format_size
 from tiermem_daemon.health import SERVICE
 
@@ -76,7 +75,7 @@ def show(stats: StoreStats, stream: TextIO) -> None:
 def _tiers(tiers: dict[str, TierStats]) -> Table:
     table = _table("tier", ">used", ">capacity", "", ">%")
     for name, tier in tiers.items():
-        if name == TierName.EMULATED and not tier.capacity_bytes:
+        if name in set(DeviceKind) and not tier.capacity_bytes:
             continue  # no trainer has one
         bar = ProgressBar(total=max(1, tier.capacity_bytes), completed=tier.used_bytes, width=_BAR_COLUMNS)
         percent = f"{100 * tier.used_bytes / max(1, tier.capacity_bytes):.0f}"
@@ -86,8 +85,10 @@ def _tiers(tiers: dict[str, TierStats]) -> Table:
 
 def _links(stats: StoreStats) -> Table:
     table = _table("link", ">moved", ">transfers", ">rate in I/O", ">queued", ">time queued")
+    absent = [kind for kind in DeviceKind if not stats.tiers.get(kind, TierStats()).capacity_bytes]
+    unused = {link for kind in absent for link in (kind.inward, kind.outward)}
     for name, link in stats.links.items():
-        if name in set(DeviceLink) and not stats.tiers[TierName.EMULATED].capacity_bytes and not link.bytes:
+        if name in unused and not link.bytes:
             continue
         rate = f"{format_size(round(link.bytes / link.seconds))}/s" if link.seconds else "-"
         queue = f"{link.queue_seconds:.1f} s"
@@ -113,7 +114,7 @@ def _directories(stats: StoreStats) -> Table:
 
 
 def _jobs(jobs: tuple[JobStats, ...]) -> Table:
-    names = ["dram", "flash", *(["emulated"] if any("emulated" in job.tiers for job in jobs) else [])]
+    names = ["dram", "flash", *(kind for kind in DeviceKind if any(kind in job.tiers for job in jobs))]
     columns = [f">{name}" for name in names]
     table = _table("job", ">pid", *columns, ">dirty", ">bundles", ">leases", ">hits", ">misses", ">waits")
     for job in jobs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,7 +74,8 @@ class NoLists(nn.Module):
 
 @dataclass
 class Script:
-    """One training script. `between` runs after every step with what a script has at hand; its result is compared.
+    """One training script, which computes on `device`; attach may find the model elsewhere (`made_on`). `between` runs
+    after every step with what a script has at hand; its result is compared.
 
     `autocast` is under `autocast_dtype`; `scaler` makes the second step's loss infinite; `backward` replaces
     `loss.backward()`.
@@ -95,6 +97,8 @@ class Script:
     dtype: torch.dtype = torch.float32
     warm_steps: int = 0
     dram: str = "1MiB"
+    device: str = "cpu"
+    made_on: str = ""
     attach_options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -126,7 +130,7 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
 
 def run(script: Script, attached: bool, flash: str = "", endpoint: str = "embedded") -> Seen:
     """The same script, with or without the one line. `flash`: a directory for an embedded daemon, else unused."""
-    training = begin(script)
+    training = begin(script if attached else dataclasses.replace(script, made_on=""))
     training.steps(script.warm_steps)
     if attached:
         options = {"flash": flash} if endpoint == "embedded" else {}
@@ -140,7 +144,7 @@ def run(script: Script, attached: bool, flash: str = "", endpoint: str = "embedd
 def begin(script: Script) -> Training:
     """Model, optimizer and data as the script makes them; always the same ones."""
     torch.manual_seed(0)
-    model = script.model().to(script.dtype)
+    model = script.model().to(script.dtype).to(script.made_on or script.device)
     return Training(script, model, script.optimizer(model), Seen(), batches(1))
 
 
@@ -174,7 +178,9 @@ class Training:
     def __post_init__(self) -> None:
         self.schedule = self.script.scheduler(self.optimizer) if self.script.scheduler else None
         # The second loss is infinite, so that one step is skipped and the scale halved.
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2) if self.script.scaler else None
+        self.kind = torch.device(self.script.device).type
+        scaler = torch.amp.GradScaler(self.kind, init_scale=2.0**10, growth_interval=2)
+        self.scaler = scaler if self.script.scaler else None
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -185,8 +191,8 @@ class Training:
         script, scaler = self.script, self.scaler
         self.optimizer.zero_grad(set_to_none=script.set_to_none)
         for _ in range(script.microbatches):
-            with torch.autocast("cpu", script.autocast_dtype) if script.autocast else contextlib.nullcontext():
-                loss = (script.loss or default_loss)(self.model, next(self.data)) / script.microbatches
+            with torch.autocast(self.kind, script.autocast_dtype) if script.autocast else contextlib.nullcontext():
+                loss = (script.loss or default_loss)(self.model, self.batch()) / script.microbatches
             if scaler is not None and self.done == 1:
                 loss = loss * float("inf")
             script.backward(scaler.scale(loss) if scaler is not None else loss)
@@ -205,6 +211,9 @@ class Training:
             self.schedule.step()
         if script.between is not None:
             self.seen.extra.append(script.between(self.done, self.model, self.optimizer, self.data))
+
+    def batch(self) -> torch.Tensor:
+        return next(self.data).to(self.script.device)
 
     def finish(self) -> Seen:
         """All that there is to compare. After `managed`: of ordinary tensors."""
@@ -230,7 +239,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
             or a.shape != b.shape
         ):
             return [f"{path}: {type(a).__name__} against {type(b).__name__}"]
-        a, b = a.detach(), b.detach()
+        a, b = a.detach().cpu(), b.detach().cpu()
         same = torch.equal(a, b) or (
             a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
         )

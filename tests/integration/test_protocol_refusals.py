@@ -22,6 +22,7 @@ from tiermem.errors import Code
 from tiermem.grants.ledger import MAX_LANES, MAX_SPECS
 from tiermem.notices import MAX_COUNT, MAX_NOTICES, MAX_TEXT
 from tiermem.rpc import codec
+from tiermem.rpc.fields import pack_u64
 from tiermem.rpc.v1 import tiermem_pb2 as pb
 from tiermem.rpc.v1 import tiermem_pb2_grpc as pb_grpc
 from tiermem.trace import CAPACITY
@@ -100,7 +101,7 @@ class Raw:
         self.send(demand=pb.Demand(**given))  # type: ignore[arg-type]
 
     def commit(self, updated: Sequence[Sequence[int]] = (), consumed: Sequence[Sequence[int]] = ()) -> None:
-        flat = [codec.pack_u64(value for row in rows for value in row) for rows in (updated, consumed)]
+        flat = [pack_u64(value for row in rows for value in row) for rows in (updated, consumed)]
         self.send(commit=pb.Commit(updated=flat[0], consumed=flat[1]))
 
     def ended(self) -> str:
@@ -135,7 +136,7 @@ def bystander(daemon: Daemon) -> Iterator[Raw]:
     raw = Raw(daemon, "bystander").settled()
     try:
         yield raw
-        raw.demand(raw.bundle, Mode.READ, held=codec.pack_u64([raw.serial]))
+        raw.demand(raw.bundle, Mode.READ, held=pack_u64([raw.serial]))
         grant = raw.next().grant
         assert (grant.bundle, grant.version) == (raw.bundle, 1)
     finally:
@@ -170,7 +171,7 @@ def healthy(daemon: Daemon) -> None:
 
 
 def _discard(raw: Raw, *bundles: int) -> None:
-    raw.send(discard=pb.Discard(bundles=codec.pack_u64(bundles)))
+    raw.send(discard=pb.Discard(bundles=pack_u64(bundles)))
 
 
 def _tensor(raw: Raw, **fields: object) -> None:
@@ -179,13 +180,13 @@ def _tensor(raw: Raw, **fields: object) -> None:
 
 
 def _commit_old_version(raw: Raw) -> None:
-    raw.send(done=pb.Done(serial=raw.serial))
+    raw.send(done=pb.Done(serials=pack_u64([raw.serial])))
     raw.demand(raw.bundle, Mode.UPDATE)
     raw.commit([(raw.next().grant.serial, raw.bundle, 1)])
 
 
 def _commit_twice_at_once(raw: Raw) -> None:
-    raw.send(done=pb.Done(serial=raw.serial))
+    raw.send(done=pb.Done(serials=pack_u64([raw.serial])))
     raw.demand(raw.bundle, Mode.UPDATE)
     raw.commit([(raw.next().grant.serial, raw.bundle, 2)] * 2)
 
@@ -196,40 +197,40 @@ def _too_many_lanes(raw: Raw) -> None:
 
 
 def _create_blank(raw: Raw) -> int:
-    raw.demand(raw.spec, Mode.CREATE, held=codec.pack_u64([raw.serial]))
+    raw.demand(raw.spec, Mode.CREATE, held=pack_u64([raw.serial]))
     return raw.next().grant.bundle
 
 
 def _two_readers(raw: Raw) -> None:
     """One of them uses the bundle up while the other one holds it."""
-    raw.demand(raw.bundle, Mode.CONSUME, held=codec.pack_u64([raw.serial]))
+    raw.demand(raw.bundle, Mode.CONSUME, held=pack_u64([raw.serial]))
     raw.commit(consumed=[(raw.next().grant.serial, raw.bundle)])
 
 
 def _consume_twice(raw: Raw) -> None:
-    raw.send(done=pb.Done(serial=raw.serial))
+    raw.send(done=pb.Done(serials=pack_u64([raw.serial])))
     raw.demand(raw.bundle, Mode.CONSUME)
     serial = raw.next().grant.serial
     raw.commit(consumed=[(serial, raw.bundle), (serial, raw.bundle)])
 
 
 def _discard_twice(raw: Raw) -> None:
-    raw.send(done=pb.Done(serial=raw.serial))
+    raw.send(done=pb.Done(serials=pack_u64([raw.serial])))
     _discard(raw, raw.bundle, raw.bundle)
 
 
 def _done_twice(raw: Raw) -> None:
-    raw.send(done=pb.Done(serial=raw.serial))
-    raw.send(done=pb.Done(serial=raw.serial))
+    raw.send(done=pb.Done(serials=pack_u64([raw.serial])))
+    raw.send(done=pb.Done(serials=pack_u64([raw.serial])))
 
 
 def _use_a_held_lane_of_another_name(raw: Raw) -> None:
     raw.admit("second", [])
-    raw.demand(raw.bundle, Mode.READ, lane="second", held=codec.pack_u64([raw.serial]))
+    raw.demand(raw.bundle, Mode.READ, lane="second", held=pack_u64([raw.serial]))
 
 
 def _epoch_back(raw: Raw) -> None:
-    raw.demand(raw.bundle, Mode.READ, held=codec.pack_u64([raw.serial]), epoch=7)
+    raw.demand(raw.bundle, Mode.READ, held=pack_u64([raw.serial]), epoch=7)
     raw.next()
     raw.demand(raw.bundle, Mode.READ, epoch=6)
 
@@ -315,7 +316,7 @@ BREAKS: dict[str, Callable[[Raw], None]] = {
     "demand to create a foreign spec": lambda r: r.demand(42, Mode.CREATE),
     "demand whose epoch is zero": lambda r: r.demand(r.bundle, Mode.READ, epoch=0),
     "demand whose epoch goes back": _epoch_back,
-    "demand that holds what it does not": lambda r: r.demand(r.bundle, Mode.READ, held=codec.pack_u64([_FULL])),
+    "demand that holds what it does not": lambda r: r.demand(r.bundle, Mode.READ, held=pack_u64([_FULL])),
     "demand that holds a table of odd length": lambda r: r.demand(r.bundle, Mode.READ, held=b"1234567"),
     "demand that holds another lane's lease": _use_a_held_lane_of_another_name,
     "commit without a lease": lambda r: r.commit([(r.serial + 1, r.bundle, 2)]),
@@ -333,9 +334,11 @@ BREAKS: dict[str, Callable[[Raw], None]] = {
     "commit that consumes without a lease": lambda r: r.commit(consumed=[(r.serial + 1, r.bundle)]),
     "commit that consumes what another lease holds": _two_readers,
     "commit that consumes twice in one message": _consume_twice,
-    "done without a lease": lambda r: r.send(done=pb.Done(serial=r.serial + 1)),
-    "done of serial 2^64-1": lambda r: r.send(done=pb.Done(serial=_FULL)),
+    "done without a lease": lambda r: r.send(done=pb.Done(serials=pack_u64([r.serial + 1]))),
+    "done of serial 2^64-1": lambda r: r.send(done=pb.Done(serials=pack_u64([_FULL]))),
     "done twice": _done_twice,
+    "done twice in one message": lambda r: r.send(done=pb.Done(serials=pack_u64([r.serial] * 2))),
+    "done of a table of odd length": lambda r: r.send(done=pb.Done(serials=bytes(12))),
     "discard of a leased bundle": lambda r: _discard(r, r.bundle),
     "discard of bundle 2^64-1": lambda r: _discard(r, _FULL),
     "discard of a bundle that never was": lambda r: _discard(r, 1 << 40),
@@ -349,7 +352,7 @@ BREAKS: dict[str, Callable[[Raw], None]] = {
     "adoption with too few offsets": lambda r: _adopt(r, offsets=b""),
     "adoption with too many offsets": lambda r: _adopt(r, offsets=bytes(16)),
     "adoption with offsets of odd length": lambda r: _adopt(r, offsets=bytes(7)),
-    "adoption at 2^63": lambda r: _adopt(r, offsets=codec.pack_u64([1 << 63])),
+    "adoption at 2^63": lambda r: _adopt(r, offsets=pack_u64([1 << 63])),
     "adoption with too few digests": lambda r: _adopt(r, digests=0),
     "adoption with too many digests": lambda r: _adopt(r, digests=16),
     "adoption with digests of odd length": lambda r: _adopt(r, digests=3),
@@ -394,7 +397,7 @@ def test_an_adoption_beyond_the_end_of_its_file_is_refused(daemon: Daemon, bysta
             raw.declare(spec_id=spec, nbytes=64, tensors=[pb.TensorSpec(nbytes=64)])
         raw.send_file(0, 64)
         for spec, offset in ((2, 1), (3, 64), (4, 1 << 62)):
-            raw.send(adopt=pb.Adopt(spec_id=spec, file=0, offsets=codec.pack_u64([offset]), digests=bytes(8)))
+            raw.send(adopt=pb.Adopt(spec_id=spec, file=0, offsets=pack_u64([offset]), digests=bytes(8)))
             answer = raw.next().adopted
             assert (answer.spec_id, answer.bundle, answer.code) == (spec, 0, "INVALID_ARGUMENT")
         raw.send(adopt=pb.Adopt(spec_id=2, file=0, offsets=bytes(8), digests=bytes(8)))
@@ -406,7 +409,7 @@ def test_an_adoption_beyond_the_end_of_its_file_is_refused(daemon: Daemon, bysta
 
 def test_another_jobs_serials_and_bundles_end_the_session(daemon: Daemon, bystander: Raw) -> None:
     for use in (
-        lambda r: r.send(done=pb.Done(serial=bystander.serial + 5)),
+        lambda r: r.send(done=pb.Done(serials=pack_u64([bystander.serial + 5]))),
         lambda r: r.commit([(r.serial, bystander.bundle, 9)]),
         lambda r: r.commit(consumed=[(r.serial, bystander.bundle)]),
         lambda r: _discard(r, bystander.bundle),
@@ -590,7 +593,7 @@ def test_a_trainer_that_does_not_answer_is_left_out_of_the_trace(daemon: Daemon,
         assert sum(f"owes the answers to {MAX_UNANSWERED}" in note for note in notes) == 1
         for _ in range(MAX_UNANSWERED):
             raw.send(trace=pb.Trace(id=raw.next().ask_trace.id, now_s=1))
-        raw.demand(raw.bundle, Mode.READ, held=codec.pack_u64([raw.serial]))
+        raw.demand(raw.bundle, Mode.READ, held=pack_u64([raw.serial]))
         assert raw.next().grant.bundle == raw.bundle
         call = raw.stub.GetTrace.future(ask, timeout=_CALL_TIMEOUT_S)
         raw.send(trace=pb.Trace(id=raw.next().ask_trace.id, now_s=1))

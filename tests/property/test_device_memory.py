@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tests.fake_cuda import FakeDriver
 from tiermem.allocator import FrameAllocator
 from tiermem.bundle import BundleSpec, Kind, Mode
 from tiermem.errors import WorkingSetTooLarge
@@ -24,8 +25,11 @@ from tiermem.lookahead import Lookahead
 from tiermem.plan import Access, Phase
 from tiermem.units import KIB
 from tiermem_client.address_space import AddressSpace
-from tiermem_client.copy_engine import EmulatedEngine, Pace
+from tiermem_client.copy_engine import CopyEngine, EmulatedEngine, Pace
+from tiermem_client.cuda_engine import CudaEngine
+from tiermem_client.cuda_space import CudaSpace
 from tiermem_client.device_memory import DeviceMemory
+from tiermem_client.device_space import DeviceSpace, HostSpace
 from tiermem_client.memory import Bundle
 
 ARENA_FRAME, DEVICE_FRAME = 8 * KIB, 4 * KIB
@@ -48,16 +52,15 @@ class Machine(RuleBasedStateMachine):
         self.clock = itertools.count()
         self.serials = itertools.count(1)
         self.arena, self.frames = space(64, ARENA_FRAME), FrameAllocator(64)
-        self.memory = DeviceMemory(
-            self.arena,
-            space(DEVICE_FRAMES, DEVICE_FRAME),
-            64 * KIB,
-            EmulatedEngine(Pace(latency_s=2e-4)),
-            Lookahead(lambda: float(next(self.clock))),
-        )
+        device, engine = self.device()
+        foresight = Lookahead(lambda: float(next(self.clock)))
+        self.memory = DeviceMemory(self.arena, device, 64 * KIB, engine, foresight)
         self.mine: list[Bundle] = []
         self.stored: dict[Bundle, bytes] = {}  # the newest committed version
         self.newest: dict[Bundle, bytes] = {}
+
+    def device(self) -> tuple[DeviceSpace, CopyEngine]:
+        return HostSpace(space(DEVICE_FRAMES, DEVICE_FRAME)), EmulatedEngine(Pace(latency_s=2e-4))
 
     @initialize()
     def declare(self) -> None:
@@ -179,5 +182,25 @@ class Machine(RuleBasedStateMachine):
         self.memory.check_invariants()
 
 
+class CudaMachine(Machine):
+    """The same on the space and the engine of a GPU, whose driver is emulated."""
+
+    def device(self) -> tuple[DeviceSpace, CopyEngine]:
+        self.driver = FakeDriver(DEVICE_FRAMES * DEVICE_FRAME, DEVICE_FRAME, latency_s=2e-4, lag_s=5e-4)
+        self.space = CudaSpace(self.driver, DEVICE_FRAMES, DEVICE_FRAME)
+        return self.space, CudaEngine(self.driver)
+
+    @invariant()
+    def frames_are_where_they_are_used(self) -> None:
+        self.space.check_invariants()
+
+    def teardown(self) -> None:
+        super().teardown()
+        assert (self.driver.mapped, self.driver.reserved, self.driver.handles) == ({}, {}, {})
+        self.driver.close()
+
+
 Machine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
+CudaMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=40)
 TestDeviceMemory = Machine.TestCase
+TestDeviceMemoryOfAGpu = CudaMachine.TestCase

@@ -10,7 +10,7 @@ spare flash): there are no snapshots; its rule, flash keeps a spare beside what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -55,8 +55,9 @@ class DoneNamesBundle(GrantLedger):
 
     def receive(self, message: ClientBody) -> list[Effect]:
         if isinstance(message, Done):
-            bundle = self.pins.grant(message.serial).bundle
-            for serial in [s for s, pin in self.pins.granted.items() if pin.bundle == bundle and s != message.serial]:
+            bundles = {self.pins.grant(serial).bundle for serial in message.serials}
+            others = [s for s, pin in self.pins.granted.items() if pin.bundle in bundles and s not in message.serials]
+            for serial in others:
                 del self.pins.granted[serial]
         return super().receive(message)
 
@@ -77,8 +78,8 @@ class QueuesOutsideTheLock(GrantTable):
         super().__init__(lanes)
         self.late: list[ClientBody] = []
 
-    def done(self, serial: int) -> None:
-        super().done(serial)
+    def done(self, *serials: int) -> None:
+        super().done(*serials)
         self.late.append(self.outbox.pop())
 
     def demand(self, lane: str, target: int, mode: Mode) -> Waiter:
@@ -201,7 +202,7 @@ class KeepsWhatIsLate(GrantTable):
     """A grant of an epoch that is over, or of a bundle that is gone, is kept when it arrives (client rule 3)."""
 
     def _keep(self, grant: Grant) -> None:
-        self._unused[grant.lane][grant.serial] = grant
+        self._put(grant)
 
 
 class BelievesTheGrantsVersion(GrantTable):
@@ -243,9 +244,9 @@ class LoadsAheadOfDemands(GrantLedger):
 class NeverPauses(GrantLedger):
     """After a transfer that failed, the same is tried again at once."""
 
-    def _run_ahead(self, lane: Lane) -> None:
+    def _run_ahead(self, lane: Lane) -> int:
         self.ahead_paused = False
-        super()._run_ahead(lane)
+        return super()._run_ahead(lane)
 
     def load_failed(self, bundle: int, error: TiermemError) -> list[Effect]:
         effects = super().load_failed(bundle, error)
@@ -279,6 +280,25 @@ class HastensEverything(GrantLedger):
     def _serve(self) -> None:
         super()._serve()
         self._effects += [Expedite(waiting.bundle) for waiting in self.pins.open]
+
+
+class EndsOneOfASet(GrantTable):
+    """Of leases that end together only the first is told."""
+
+    def done(self, *serials: int) -> None:
+        super().done(*serials)
+        self.outbox[-1] = Done(serials[:1])
+
+
+class TakesTwiceWhatIsTakenTogether(GrantTable):
+    """The grants of a set stay unused."""
+
+    def take(self, lane: str, targets: Sequence[int], mode: Mode) -> list[Lease | None]:
+        before = {key: list(grants) for key, grants in self._unused[lane].items()}
+        leases = super().take(lane, targets, mode)
+        if len(targets) > 1:
+            self._unused[lane] = before
+        return leases
 
 
 ASKS_TOO_MUCH = Config(1, 3, (1,), (1, 1), TWO.threads, (READ,), 0)
@@ -318,6 +338,13 @@ MUTANTS: dict[str, tuple[Config, Callable[[list[str]], GrantTable], Callable[...
         NeverPauses,
         "I7: queues and mover can go in circles",
     ),
+    "a set ends": (
+        replace(ONE, threads=(("M", 2),), modes=(READ,)),
+        EndsOneOfASet,
+        LEDGER,
+        "I1: .* is held for nobody",
+    ),
+    "a set is taken": (SMALL["ahead, two at one go"][0], TakesTwiceWhatIsTakenTogether, LEDGER, "unused: "),
     "hastens what moves": (replace(TWO, modes=(READ,)), TABLE, HastensEverything, "is to be hastened"),
 }
 

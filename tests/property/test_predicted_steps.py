@@ -79,7 +79,7 @@ class Trainer:
     def lease(self, form: int, mode: Mode) -> Lease:
         create = mode == Mode.CREATE
         target = form if create else self.bundles[form]
-        lease = self.table.take(LANE, target, mode)
+        [lease] = self.table.take(LANE, [target], mode)
         if lease is None:
             self.demands += 1
             waiter = self.table.demand(LANE, target, mode)

@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from tests.fake_cuda import FakeDriver
 from tests.integration.daemon_process import Daemon, serve
 from tests.integration.matrix import DIMENSIONS, EXCLUSIONS, Case, covering_cases, name, script
 from tests.integration.scripts import compare, run
+from tiermem_client import devices
 
 pytestmark = pytest.mark.stress
 
@@ -20,10 +23,24 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield served
 
 
+@pytest.fixture(params=["emulated", "cuda, driver emulated"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device of attach, without a size."""
+    drivers = []
+    if request.param != "emulated":
+        drivers.append(FakeDriver(1 << 30))
+        monkeypatch.setattr(devices, "CudaDriver", lambda index: drivers[0])
+        monkeypatch.setattr(devices, "require_cuda", lambda index: None)
+        monkeypatch.setattr(devices.DeviceChoice, "device", torch.device("cpu"))
+    yield "cuda:0" if drivers else "emulated"
+    for driver in drivers:
+        driver.close()
+
+
 @pytest.mark.parametrize("case", covering_cases(DIMENSIONS, EXCLUSIONS), ids=name)
-def test_bit_for_bit(case: Case, daemon: Daemon) -> None:
+def test_bit_for_bit(case: Case, device: str, daemon: Daemon) -> None:
     two_tiers = script(case)
-    three_tiers = dataclasses.replace(two_tiers, attach_options={"device": f"emulated:{two_tiers.dram}"})
+    three_tiers = dataclasses.replace(two_tiers, attach_options={"device": f"{device}:{two_tiers.dram}"})
     seen = run(three_tiers, attached=True, endpoint=daemon.endpoint)
     assert compare(run(two_tiers, attached=False), seen) == []
     assert seen.stats is not None and seen.stats.device is not None

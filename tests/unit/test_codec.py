@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -27,8 +28,10 @@ from tiermem.grants.messages import (
 from tiermem.notices import MAX_COUNT, MAX_TEXT, Notice, NoticeKind
 from tiermem.plan import Access, Phase
 from tiermem.rpc import codec
+from tiermem.rpc import grants as grant_codec
+from tiermem.rpc.fields import pack_u64
 from tiermem.rpc.v1 import tiermem_pb2 as pb
-from tiermem.stats import DeviceLink, DeviceReport, LinkStats, TierStats
+from tiermem.stats import DeviceKind, DeviceReport, LinkStats, TierStats
 
 CAP_BYTES = 1 << 20
 FRAMES = 512
@@ -73,22 +76,71 @@ uses = st.builds(Used, st.lists(u64, max_size=9).map(tuple))
 accesses = st.builds(Accessed, names, st.builds(Access, names, st.sampled_from(Phase), st.booleans()))
 
 
-@given(demands | commits | discards | voids | uses | accesses | st.builds(Done, u64))
+@given(demands | commits | discards | voids | uses | accesses | st.builds(Done, st.lists(u64, max_size=9).map(tuple)))
 def test_what_a_client_says_arrives(message: ClientBody) -> None:
-    assert codec.decode_client(wire(codec.encode_client(message))) == message
+    assert grant_codec.decode_client(wire(grant_codec.encode_client(message))) == message
 
 
 @given(grants | refusals | st.builds(Surrender, names))
 def test_what_a_daemon_says_arrives(message: DaemonBody) -> None:
-    sent = wire(codec.encode_daemon(message))
+    sent = wire(grant_codec.encode_daemon(message))
     received: DaemonBody
     if sent.WhichOneof("body") == "grant":
-        received = codec.decode_grant(sent.grant, FRAMES)
+        received = grant_codec.decode_grant(sent.grant, FRAMES)
+    elif sent.WhichOneof("body") == "grants":
+        [received] = grant_codec.decode_grants(sent.grants, FRAMES)
     elif sent.WhichOneof("body") == "surrender":
         received = Surrender(sent.surrender.lane)
     else:
-        received = codec.decode_refuse(sent.refuse)
+        received = grant_codec.decode_refuse(sent.refuse)
     assert received == message
+
+
+@given(st.lists(grants | refusals | st.builds(Surrender, names), max_size=9), st.integers(0, 3))
+def test_what_a_daemon_has_decided_arrives_in_order(decided: list[DaemonBody], kinds: int) -> None:
+    """Grants of one lane and epoch that were pushed, as most are, and all others."""
+    some = [
+        m._replace(lane="main", epoch=n % 2, answers=0) if isinstance(m, Grant) and n % 4 < kinds else m
+        for n, m in enumerate(decided)
+    ]
+    arrived: list[DaemonBody] = []
+    for sent in map(wire, grant_codec.encode_decided(some)):
+        match sent.WhichOneof("body"):
+            case "grants":
+                arrived += grant_codec.decode_grants(sent.grants, FRAMES)
+            case "grant":
+                arrived.append(grant_codec.decode_grant(sent.grant, FRAMES))
+            case "refuse":
+                arrived.append(grant_codec.decode_refuse(sent.refuse))
+            case other:
+                assert other == "surrender"
+                arrived.append(Surrender(sent.surrender.lane))
+    assert arrived == some
+
+
+def test_grants_that_were_pushed_together_are_one_message() -> None:
+    pushed = [Grant(n, "main", 3, 5, n, Mode.READ, 1, ((n, 1), (9, 2)), 0) for n in range(4)]
+    answer = pushed[0]._replace(answers=3)
+    sent = grant_codec.encode_decided([*pushed, answer, pushed[0]._replace(epoch=4), pushed[1]._replace(lane="worker")])
+    assert [message.WhichOneof("body") for message in sent] == ["grants", "grant", "grants", "grants"]
+    assert grant_codec.decode_grants(sent[0].grants, FRAMES) == pushed
+
+
+@pytest.mark.parametrize(
+    ("rows", "runs", "match"),
+    [
+        (b"123", b"", "grants.rows has 3 bytes"),
+        (struct.pack("<3Q3I", 1, 2, 3, 4, 2, 0), b"1234567", "grants.runs has 7 bytes"),
+        (struct.pack("<3Q3I", 1, 2, 3, 4, 2, 2), struct.pack("<2I", 0, 1), "has 1 runs, its rows have 2"),
+        (struct.pack("<3Q3I", 1, 2, 3, 4, 2, 0), struct.pack("<2I", 0, 1), "has 1 runs, its rows have 0"),
+        (struct.pack("<3Q3I", 1, 2, 3, 4, 9, 0), b"", "mode is 9"),
+        (struct.pack("<3Q3I", 1, 2, 3, 4, 2, 1), struct.pack("<2I", FRAMES, 1), f"names frames {FRAMES}"),
+        (struct.pack("<3Q3I", 1, 2, 3, 4, 2, 1), struct.pack("<2I", 0, 0), "names frames 0 .. 0"),
+    ],
+)
+def test_absurd_tables_of_grants_are_refused(rows: bytes, runs: bytes, match: str) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        grant_codec.decode_grants(pb.Grants(lane="main", rows=rows, runs=runs), FRAMES)
 
 
 @given(st.lists(specs(), min_size=1, max_size=4))
@@ -113,9 +165,10 @@ def test_an_adoption_arrives(adoption: Adoption) -> None:
 
 counts = st.builds(LinkStats, st.integers(0, 1 << 62), st.integers(0, 1 << 40), st.floats(0, 1e9), st.floats(0, 1e9))
 device_reports = st.builds(
-    lambda capacity, used, to, back: DeviceReport(
-        TierStats(capacity, min(used, capacity)), {DeviceLink.DRAM_TO_EMULATED: to, DeviceLink.EMULATED_TO_DRAM: back}
+    lambda kind, capacity, used, inward, outward: DeviceReport(
+        kind, TierStats(capacity, min(used, capacity)), inward, outward
     ),
+    st.sampled_from(DeviceKind),
     st.integers(0, 1 << 60),
     st.integers(0, 1 << 60),
     counts,
@@ -133,17 +186,15 @@ def test_a_report_of_a_device_arrives(report: DeviceReport) -> None:
     [
         ({"capacity_bytes": (1 << 60) + 1}, "device_report.capacity_bytes is 1152921504606846977"),
         ({"capacity_bytes": 10, "used_bytes": 11}, r"device_report.used_bytes is 11, outside 0 .. 10"),
-        ({"dram_to_emulated": pb.DeviceLinkCount(bytes=1 << 63)}, "device_report.dram_to_emulated.bytes is"),
-        (
-            {"emulated_to_dram": pb.DeviceLinkCount(seconds=float("nan"))},
-            "device_report.emulated_to_dram has taken nan s",
-        ),
-        ({"emulated_to_dram": pb.DeviceLinkCount(queue_seconds=-1.0)}, "has taken -1.0 s, which is no time"),
+        ({"inward": pb.DeviceLinkCount(bytes=1 << 63)}, "device_report.inward.bytes is"),
+        ({"outward": pb.DeviceLinkCount(seconds=float("nan"))}, "device_report.outward has taken nan s"),
+        ({"outward": pb.DeviceLinkCount(queue_seconds=-1.0)}, "has taken -1.0 s, which is no time"),
+        ({"kind": 0}, "device_report.kind is 0, which does not exist"),
     ],
 )
 def test_absurd_reports_of_a_device_are_refused(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ProtocolError, match=match):
-        codec.decode_device_report(wire(pb.DeviceReport(**fields)))
+        codec.decode_device_report(wire(pb.DeviceReport(**{"kind": pb.DEVICE_KIND_CUDA, **fields})))
 
 
 notices = st.builds(Notice, st.sampled_from(NoticeKind), st.text(max_size=MAX_TEXT), st.integers(1, MAX_COUNT))
@@ -181,8 +232,8 @@ def test_absurd_notices_are_refused(fields: dict[str, Any], match: str) -> None:
 
 
 def test_numbers_are_packed_little_endian() -> None:
-    assert codec.pack_u64([1, 2**64 - 1]) == bytes([1, 0, 0, 0, 0, 0, 0, 0] + [255] * 8)
-    assert codec.pack_u64([]) == b""
+    assert pack_u64([1, 2**64 - 1]) == bytes([1, 0, 0, 0, 0, 0, 0, 0] + [255] * 8)
+    assert pack_u64([]) == b""
 
 
 # -- what is out of range is refused, naming field and value
@@ -193,7 +244,7 @@ def test_numbers_are_packed_little_endian() -> None:
     [
         (pb.Adopt(offsets=bytes(7)), "adopt.offsets has 7 bytes"),
         (pb.Adopt(digests=bytes(9)), "adopt.digests has 9 bytes"),
-        (pb.Adopt(offsets=codec.pack_u64([2**63])), f"adopt offset is {2**63}"),
+        (pb.Adopt(offsets=pack_u64([2**63])), f"adopt offset is {2**63}"),
     ],
     ids=["odd offsets", "odd digests", "offset beyond any file"],
 )
@@ -218,7 +269,7 @@ def demand(mode: int = 2, lane: str = "main", held: bytes = b"") -> pb.ClientMes
         (pb.ClientMessage(commit=pb.Commit(updated=bytes(16))), "commit.updated has 16 bytes"),
         (pb.ClientMessage(commit=pb.Commit(consumed=bytes(8))), "commit.consumed has 8 bytes"),
         (pb.ClientMessage(commit=pb.Commit(updated=bytes(24))), "commit version is 0"),
-        (pb.ClientMessage(commit=pb.Commit(updated=codec.pack_u64([1, 1, 2**63]))), f"commit version is {2**63}"),
+        (pb.ClientMessage(commit=pb.Commit(updated=pack_u64([1, 1, 2**63]))), f"commit version is {2**63}"),
         (pb.ClientMessage(discard=pb.Discard(bundles=bytes(9))), "discard.bundles has 9 bytes"),
         (pb.ClientMessage(open=pb.Open(job="x")), "'open' is not expected here"),
         (pb.ClientMessage(close=pb.Close()), "'close' is not expected here"),
@@ -228,7 +279,7 @@ def demand(mode: int = 2, lane: str = "main", held: bytes = b"") -> pb.ClientMes
 )
 def test_absurd_messages_of_a_client_are_refused(message: pb.ClientMessage, match: str) -> None:
     with pytest.raises(ProtocolError, match=match):
-        codec.decode_client(wire(message))
+        grant_codec.decode_client(wire(message))
 
 
 def tensor(**fields: object) -> pb.TensorSpec:
@@ -294,19 +345,23 @@ def test_an_admission_arrives_or_is_refused() -> None:
     ("first", "count"), [(FRAMES, 1), (0, FRAMES + 1), (FRAMES - 1, 2), (3, 0), (2**32 - 1, 2**32 - 1)]
 )
 def test_frames_outside_the_arena_are_refused(first: int, count: int) -> None:
-    sent = codec.encode_daemon(Grant(8, "main", 1, 2, 5, Mode.READ, 1, ((0, 1), (first, count)), 1))
-    with pytest.raises(ProtocolError, match=f"grant 8 names frames {first} "):
-        codec.decode_grant(sent.grant, FRAMES)
+    sent = grant_codec.encode_daemon(Grant(8, "main", 1, 2, 5, Mode.READ, 1, ((0, 1), (first, count)), 1))
+    with pytest.raises(ProtocolError, match=f"grant.runs names frames {first} "):
+        grant_codec.decode_grant(sent.grant, FRAMES)
 
 
 def test_absurd_grants_are_refused() -> None:
-    for grant, match in [(pb.Grant(runs=bytes(4)), "grant.runs has 4"), (pb.Grant(mode=cast("Any", 9)), "mode is 9")]:
+    for grant, match in [
+        (pb.Grant(answers=1, mode=cast("Any", 1), runs=bytes(4)), "grant.runs has 4"),
+        (pb.Grant(answers=1, mode=cast("Any", 9)), "mode is 9"),
+        (pb.Grant(serial=7), "grant 7 answers no demand"),
+    ]:
         with pytest.raises(ProtocolError, match=match):
-            codec.decode_grant(grant, FRAMES)
+            grant_codec.decode_grant(grant, FRAMES)
 
 
 def test_a_code_of_a_newer_daemon_is_internal_and_keeps_its_text() -> None:
-    refuse = codec.decode_refuse(pb.Refuse(lane="main", answers=4, code="TOO_SHINY", message="polish less"))
+    refuse = grant_codec.decode_refuse(pb.Refuse(lane="main", answers=4, code="TOO_SHINY", message="polish less"))
     assert refuse == Refuse("main", 4, Code.INTERNAL, "polish less")
     error = error_for(refuse.code, refuse.message)
     assert type(error) is TiermemError

@@ -33,6 +33,11 @@ def lease(table: GrantTable, serial: int, bundle: int = 1, mode: Mode = READ, la
     return waiter.lease
 
 
+def take(table: GrantTable, lane: str, target: int, mode: Mode) -> Lease | None:
+    [taken] = table.take(lane, [target], mode)
+    return taken
+
+
 def test_a_demand_waits_for_its_answer(table: GrantTable) -> None:
     waiter = table.demand("main", 5, READ)
     assert waiter.open
@@ -143,10 +148,10 @@ def test_a_commit_that_is_refused_changes_nothing(table: GrantTable) -> None:
 def test_done_is_said_once(table: GrantTable) -> None:
     lease(table, 1)
     table.done(1)
-    assert list(table.outbox) == [Done(1)]
+    assert list(table.outbox) == [Done((1,))]
     with pytest.raises(KeyError):
         table.done(1)
-    assert list(table.outbox) == [Done(1)]
+    assert list(table.outbox) == [Done((1,))]
 
 
 def test_messages_keep_the_order_in_which_they_were_decided(table: GrantTable) -> None:
@@ -191,19 +196,19 @@ def pushed(table: GrantTable) -> GrantTable:
 def test_a_pushed_grant_becomes_a_lease_without_a_demand(pushed: GrantTable) -> None:
     assert pushed.receive(push(7, 0)) is None
     assert pushed.leases == 0
-    taken = pushed.take("main", 1, READ)
+    taken = take(pushed, "main", 1, READ)
     assert taken == Lease(push(7, 0), READ)
     assert list(pushed.outbox) == [Used((7,))]
-    assert pushed.take("main", 1, READ) is None, "it was used twice"
+    assert take(pushed, "main", 1, READ) is None, "it was used twice"
     assert pushed.demand("main", 2, READ).demand.held == {7}
 
 
 def test_a_pushed_grant_serves_its_lane_bundle_and_mode_only(pushed: GrantTable) -> None:
     pushed.receive(push(7, 0))
     for lane, bundle, mode in (("worker", 1, READ), ("main", 2, READ), ("main", 1, UPDATE), ("main", SPEC, CREATE)):
-        assert pushed.take(lane, bundle, mode) is None
+        assert take(pushed, lane, bundle, mode) is None
     pushed.receive(push(8, 0, mode=UPDATE))
-    taken = pushed.take("main", 1, UPDATE)
+    taken = take(pushed, "main", 1, UPDATE)
     assert taken is not None
     assert taken.grant.serial == 8
     assert pushed.counts.used == 1
@@ -211,31 +216,96 @@ def test_a_pushed_grant_serves_its_lane_bundle_and_mode_only(pushed: GrantTable)
 
 def test_a_pushed_blank_bundle_serves_a_create_of_its_form(pushed: GrantTable) -> None:
     pushed.receive(push(7, 0, 444, CREATE, version=0))
-    assert pushed.take("main", 444, UPDATE) is None
-    assert pushed.take("main", 444, CREATE) is None, "that is a bundle, not a form"
-    taken = pushed.take("main", SPEC, CREATE)
+    assert take(pushed, "main", 444, UPDATE) is None
+    assert take(pushed, "main", 444, CREATE) is None, "that is a bundle, not a form"
+    taken = take(pushed, "main", SPEC, CREATE)
     assert taken is not None
     assert taken.grant.bundle == 444
     pushed.commit([(7, 1)])
     pushed.receive(push(8, 0, 444, version=1))
-    assert pushed.take("main", 444, READ), "the bundle lives since it was created"
+    assert take(pushed, "main", 444, READ), "the bundle lives since it was created"
+
+
+def test_a_set_is_taken_with_one_message_and_what_is_missing_is_told(pushed: GrantTable) -> None:
+    for bundle in (2, 3):
+        pushed.adopted(bundle)
+    for serial, bundle, mode in ((7, 1, READ), (8, 2, UPDATE), (9, 3, READ)):
+        pushed.receive(push(serial, 0, bundle, mode))
+    taken = pushed.take("main", [3, 4, 1], READ)
+    assert [None if lease is None else lease.grant.serial for lease in taken] == [9, None, 7]
+    assert list(pushed.outbox) == [Used((9, 7))]
+    assert pushed.unused == {8}
+    assert pushed.take("main", [4], READ) == [None]
+    assert len(pushed.outbox) == 1, "nothing was used, and it was said"
+
+
+def test_the_grant_that_suffices_is_taken_of_several_for_a_bundle(pushed: GrantTable) -> None:
+    for serial, mode in ((7, READ), (8, UPDATE), (9, READ)):
+        pushed.receive(push(serial, 0, mode=mode))
+    taken = take(pushed, "main", 1, UPDATE)
+    assert taken is not None
+    assert taken.grant.serial == 8
+    assert pushed.unused == {7, 9}
+
+
+def test_what_presses_is_who_waits_and_what_has_come_together(pushed: GrantTable) -> None:
+    def presses() -> bool:
+        return pushed.presses("main", 4)
+
+    for bundle in range(1, 21):
+        pushed.adopted(bundle)
+        pushed.receive(push(100 + bundle, 0, bundle))
+    assert not presses()
+    pushed.take("main", range(1, 10), READ)
+    assert not presses(), "11 of 20 grants are left"
+    pushed.take("main", [10], READ)
+    assert presses(), "half have been used"
+    pushed.told()
+    pushed.done(101, 102, 103)
+    assert not presses(), "3 frames"
+    pushed.take("main", [11], READ)
+    assert not presses(), "9 are left"
+    pushed.done(104)
+    assert presses(), "4 frames"
+    pushed.told()
+    assert not presses()
+    pushed.take("main", [12], READ)
+    assert presses(), "few are left"
+    pushed.told()
+    assert not presses()
+    waiter = pushed.demand("main", 9, READ)
+    assert presses(), "somebody waits"
+    pushed.told()
+    pushed.receive(grant(30, waiter.demand.epoch, 9))
+    pushed.accessed("main", Access("layers.1", Phase.FORWARD))
+    assert not presses()
+    pushed.receive(Surrender("main"))
+    assert presses(), "it has to be answered"
+
+
+def test_leases_end_together_with_one_message(table: GrantTable) -> None:
+    for serial in (1, 2, 3):
+        lease(table, serial, serial)
+    table.done(3, 1)
+    assert list(table.outbox) == [Done((3, 1))]
+    assert table.demand("main", 4, READ).demand.held == {2}
 
 
 def test_a_demand_ends_the_unused_grants_of_its_lane(pushed: GrantTable) -> None:
     pushed.receive(push(7, 0))
     pushed.receive(push(8, 0, lane="worker"))
     pushed.demand("main", 2, READ)
-    assert pushed.take("main", 1, READ) is None
-    assert pushed.take("worker", 1, READ)
+    assert take(pushed, "main", 1, READ) is None
+    assert take(pushed, "worker", 1, READ)
     assert pushed.counts.voided == 1
 
 
 def test_a_grant_of_an_epoch_that_is_over_is_dropped(pushed: GrantTable) -> None:
     pushed.demand("main", 2, READ)
     pushed.receive(push(7, 0))
-    assert pushed.take("main", 1, READ) is None
+    assert take(pushed, "main", 1, READ) is None
     pushed.receive(push(8, 1))
-    assert pushed.take("main", 1, READ)
+    assert take(pushed, "main", 1, READ)
     assert (pushed.counts.received, pushed.counts.late) == (2, 1)
 
 
@@ -244,7 +314,7 @@ def test_a_surrender_is_answered_by_who_receives_it(pushed: GrantTable) -> None:
     pushed.receive(push(7, 1))
     assert pushed.receive(Surrender("main")) is None
     assert list(pushed.outbox) == [Void("main", 2, frozenset({20}))]
-    assert pushed.take("main", 1, READ) is None
+    assert take(pushed, "main", 1, READ) is None
     assert pushed.leases == 1
 
 
@@ -262,10 +332,10 @@ def test_unused_grants_end_with_their_bundle(pushed: GrantTable) -> None:
         pushed.receive(push(serial, pushed.demand(lane, 9, READ).demand.epoch, bundle, lane=lane))
     pushed.discard([1])
     pushed.commit([], [20])
-    assert pushed.take("main", 1, READ) is None
-    assert pushed.take("worker", 2, READ) is None
+    assert take(pushed, "main", 1, READ) is None
+    assert take(pushed, "worker", 2, READ) is None
     pushed.receive(push(9, 2))
-    assert pushed.take("main", 1, READ) is None
+    assert take(pushed, "main", 1, READ) is None
     assert (pushed.counts.voided, pushed.counts.late) == (2, 1)
 
 
@@ -275,7 +345,7 @@ def test_a_lease_knows_the_newest_version_where_a_commit_has_overtaken_its_grant
     pushed.receive(push(7, 1, 1, UPDATE, version=3))
     pushed.commit([(20, writing.grant.version + 1)])
     pushed.done(20)
-    taken = pushed.take("main", 1, UPDATE)
+    taken = take(pushed, "main", 1, UPDATE)
     assert taken is not None
     assert taken.grant.version == 4
 
@@ -301,4 +371,4 @@ def test_an_access_is_said_in_order(pushed: GrantTable) -> None:
 def test_nothing_can_be_taken_when_the_session_is_over(pushed: GrantTable) -> None:
     pushed.receive(push(7, 0))
     pushed.fail(DaemonUnavailable("gone"))
-    assert pushed.take("main", 1, READ) is None
+    assert take(pushed, "main", 1, READ) is None

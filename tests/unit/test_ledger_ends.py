@@ -249,8 +249,17 @@ def test_what_is_asked_for_is_not_consumed() -> None:
 def test_done_is_said_once(ledger: Ledger) -> None:
     grant = ledger.lease(ledger.make(ONE))
     ledger.done(grant)
-    ledger.refuses(Done(grant.serial), "is not held")
-    ledger.refuses(Done(2**63), f"{2**63} is not held")
+    ledger.refuses(Done((grant.serial,)), "is not held")
+    ledger.refuses(Done((2**63,)), f"{2**63} is not held")
+
+
+def test_leases_end_together_or_not_at_all() -> None:
+    ledger = Ledger()
+    first, second = ledger.lease(ONE, CREATE), ledger.lease(ONE, CREATE)
+    for serials, match in (((first.serial, 2**63), "is not held"), ((first.serial, first.serial), "a grant twice")):
+        ledger.refuses(Done(serials), match)
+    ledger.done(second, first)
+    assert ledger.machine.pins.granted == {}
 
 
 def test_absurd_discards_are_refused_without_a_trace(ledger: Ledger) -> None:

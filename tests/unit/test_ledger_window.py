@@ -7,7 +7,7 @@ import pytest
 from tiermem.bundle import BundleSpec, Kind
 from tiermem.grants.foresight import Use
 from tiermem.grants.messages import Grant, Used
-from tiermem.grants.serving import GRANTS_AHEAD, WINDOW_PARTS
+from tiermem.grants.serving import GRANTS_AHEAD, NEAR_PARTS, WINDOW_PARTS
 from tiermem.residency import State
 from tiermem.testing.ledger_driver import CREATE, ONE, READ, Ledger
 
@@ -98,3 +98,46 @@ def test_the_whole_of_the_next_access_is_granted_where_it_has_many_bundles(lane:
     lane.ledger.foresight.uses["main"] = uses
     lane.ledger.receive(Used(()))
     assert [grant.bundle for grant in lane.granted()] == lane.bundles[:many]
+
+
+def test_many_grants_are_topped_up_when_half_of_them_have_been_used() -> None:
+    window = 128
+    near = window // NEAR_PARTS
+    ledger, forms = Ledger(2 * window, quota=10**6, ahead=window), range(100, 100 + window)
+    ledger.machine.declare([BundleSpec(n, Kind.PARAM, f"layers.{n}", 1) for n in forms])
+    bundles = [ledger.make(form) for form in forms]
+    uses = [Use(form, READ, place=place) for place, form in enumerate(forms)]
+    ledger.foresight.uses["main"] = uses
+    ledger.demand(ONE, CREATE)
+    assert [grant.bundle for grant in ledger.pushed] == bundles[:near]
+    for used in range(1, near // 2):
+        ledger.foresight.uses["main"] = uses[used:]
+        ledger.receive(Used((ledger.pushed[used - 1].serial,)))
+    assert len(ledger.pushed) == near
+    ledger.foresight.uses["main"] = uses[near // 2 :]
+    ledger.receive(Used((ledger.pushed[near // 2 - 1].serial,)))
+    assert [grant.bundle for grant in ledger.pushed] == bundles[: near + near // 2]
+
+
+def test_many_loads_are_granted_when_half_of_them_have_ended_where_many_grants_are_unused() -> None:
+    window = 128
+    near, resident = window // NEAR_PARTS, 2 * GRANTS_AHEAD
+    ledger, forms = Ledger(2 * window, quota=10**6, ahead=window), range(100, 100 + window)
+    ledger.machine.declare([BundleSpec(n, Kind.PARAM, f"layers.{n}", 1) for n in forms])
+    for form in forms[resident:near]:
+        ledger.make(form)
+    epochs = [ledger.demand(ONE, CREATE) for _ in range(2 * window)]  # everything leaves for these
+    ledger.end_transfers()
+    for epoch in epochs:
+        ledger.done(ledger.granted(epoch))
+    for form in forms[:resident]:
+        ledger.make(form)
+    ledger.foresight.uses["main"] = [Use(form, READ, place=place) for place, form in enumerate(forms[:near])]
+    ledger.demand(ONE, CREATE)
+    assert len(ledger.pushed) == resident
+    loads = list(ledger.loads)
+    for ended in loads[: len(loads) // 2 - 1]:
+        ledger.loaded(ended)
+    assert len(ledger.pushed) == resident
+    ledger.loaded(loads[len(loads) // 2 - 1])
+    assert len(ledger.pushed) == resident + len(loads) // 2

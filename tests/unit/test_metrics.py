@@ -134,7 +134,7 @@ def test_known_label_sets_are_there_at_zero_from_the_start() -> None:
         assert value(series, "tiermem_stall_seconds_total", cause=cause) == 0
     for errno in ("EIO", "ENOSPC"):
         assert value(series, "tiermem_io_errors_total", errno=errno) == 0
-    for tier in ("dram", "flash", "emulated"):
+    for tier in ("dram", "flash", "emulated", "cuda"):
         assert value(series, "tiermem_tier_used_bytes", tier=tier) == 0
     assert value(series, "tiermem_evictions_total", from_="dram", to="flash", reason="demand") == 0
     missing = {row.name for row in TABLE} - {name for name, _ in series}

@@ -124,7 +124,7 @@ class Client:
         if mode.writes:
             self.job.receive(Commit(((grant.serial, grant.bundle, grant.version + 1),)))
         del self.granted[epoch]
-        self.job.receive(Done(grant.serial))
+        self.job.receive(Done((grant.serial,)))
         return grant.bundle
 
     def make(self, count: int) -> list[int]:

@@ -94,7 +94,7 @@ class Client:
         assert isinstance(grant, Grant), grant
         if mode.writes:
             self.job.receive(Commit(((grant.serial, grant.bundle, grant.version + 1),)))
-        self.job.receive(Done(grant.serial))
+        self.job.receive(Done((grant.serial,)))
         return grant.bundle
 
 
@@ -226,7 +226,7 @@ def test_a_message_after_the_end_is_ignored(new_store: NewStore) -> None:
     store = new_store()
     client = Client(open_job(store))
     store.close_job(client.job, "died")
-    client.job.receive(Done(99))
+    client.job.receive(Done((99,)))
     assert not client.job.outbox
 
 

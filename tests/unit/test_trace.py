@@ -255,7 +255,7 @@ def test_chunks_that_fail_are_in_the_trace_without_bytes(tmp_path: Path) -> None
             answer = job.outbox.popleft()
             if isinstance(answer, Grant):
                 job.receive(Commit(((answer.serial, answer.bundle, 1),)))
-                job.receive(Done(answer.serial))
+                job.receive(Done((answer.serial,)))
         spans = job.trace.since(0.0).spans
     finally:
         store.close()

@@ -122,7 +122,7 @@ class Trainer:
 
     def _lease(self, form: int) -> Lease:
         target, mode = (self._bundles[form], Mode.UPDATE) if form in self._bundles else (form, Mode.CREATE)
-        lease = self._table.take(LANE, target, mode)
+        [lease] = self._table.take(LANE, [target], mode)
         if lease is not None:
             return lease
         waiter = self._table.demand(LANE, target, mode)

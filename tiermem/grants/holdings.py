@@ -55,7 +55,9 @@ class Holdings:
         self.ahead_paused = False  # a transfer has failed; the next demand tries again, once
         self._stirred = 0  # frames that have become free or evictable since the window was looked through
         self._look_far = True  # the window is to be looked through
+        self._look_near = True  # what is used next is, as something there has changed
         self._awaited: set[int] = set()  # bundles in transfer that would be granted if they were here
+        self._arrived = 0  # of those
         self._serial = 0
         self.specs: dict[int, BundleSpec] = {}
         self.bundles: dict[int, BundleRecord] = {}

@@ -14,7 +14,7 @@ from tiermem.errors import Code, ProtocolError, ResourceExhausted, TiermemError
 from tiermem.grants.effects import Effect, Send
 from tiermem.grants.messages import Accessed, ClientBody, Commit, Demand, Discard, Done, Surrender, Used, Void
 from tiermem.grants.pins import Lane, OpenDemand, Pins
-from tiermem.grants.serving import Serving
+from tiermem.grants.serving import GRANTS_AHEAD, Serving
 from tiermem.residency import BundleRecord, Event, State
 
 MAX_SPECS = 1 << 18  # in a session
@@ -110,8 +110,10 @@ class GrantLedger(Serving):
                     self._look_far = True
             case Commit():
                 self._commit(message)
-            case Done():
-                self._unpin(message.serial)
+            case Done(serials):
+                self.pins.check_done(serials)
+                for serial in serials:
+                    self._unpin(serial)
             case Discard():
                 self._discard_idle(message.bundles)
 
@@ -119,7 +121,12 @@ class GrantLedger(Serving):
         """The transfer of a bundle has ended. Serve whom that matters to: mostly nobody, as what runs ahead comes long
         before it is used.
         """
-        if self.pins.open or bundle in self._awaited or self._sees_far():
+        if bundle in self._awaited:
+            self._awaited.remove(bundle)
+            self._arrived += 1
+            few = any(lane.unused - lane.used <= GRANTS_AHEAD for lane in self.lanes.values())
+            self._look_near = self._look_near or few or self._arrived >= len(self._awaited)
+        if self.pins.open or self._look_near or self._sees_far():
             return self._go_on()
         return self._take_effects()
 
@@ -187,6 +194,7 @@ class GrantLedger(Serving):
         for serial in used.serials:
             pin = self.pins.granted[serial]
             self.pushes_used += pin.pushed
+            self.lanes[pin.lane].used += pin.pushed
             pin.pushed = False
             self.foresight.used(pin.lane, self.bundles[pin.bundle].spec, pin.mode)
             self._placement.used(pin.bundle)

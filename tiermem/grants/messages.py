@@ -5,6 +5,7 @@ everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tiermem.allocator import Run
 from tiermem.bundle import Mode
@@ -12,12 +13,11 @@ from tiermem.errors import Code
 from tiermem.plan import Access
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """Daemon to client: a reservation of `bundle` (of form `spec`), whose bytes lie in `runs`.
 
     `answers`: the epoch of the demand it answers, or 0 for a grant that was pushed ahead of one, which is void as soon
-    as the lane's epoch is newer than `epoch`.
+    as the lane's epoch is newer than `epoch`. A tuple, as thousands are made in a step.
     """
 
     serial: int
@@ -99,9 +99,9 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Client to daemon: the lease of this serial ended."""
+    """Client to daemon: the leases of these serials ended."""
 
-    serial: int
+    serials: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class Pin:
 class Lane:
     """One access stream. `budget_frames` are its own; `epoch` is the client's newest. `target_frames`: what the budget
     is to become as soon as the lane's pins allow it.
+
+    `unused`: grants that the client had not used when it was last granted some ahead; `used`: what it has used since.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Lane:
     floor_frames: int
     epoch: int = 0
     target_frames: int | None = None
+    unused: int = 0
+    used: int = 0
 
     @property
     def room_frames(self) -> int:
@@ -121,6 +125,11 @@ class Pins:
             if self._leased(bundle, but=serial):
                 raise ProtocolError(f"consumed bundle {bundle} is leased elsewhere")
 
+    def check_done(self, serials: Iterable[int]) -> None:
+        """Raises ProtocolError unless the serials are those of grants, each once."""
+        for serial in _check_distinct(serials, "done names", "a grant"):
+            self.grant(serial)
+
     def check_discard(self, bundles: Iterable[int]) -> None:
         """Raises ProtocolError unless nobody uses the bundles."""
         for bundle in _check_distinct(bundles, "discard names"):
@@ -137,8 +146,8 @@ class Pins:
         )
 
 
-def _check_distinct(bundles: Iterable[int], what: str) -> list[int]:
-    items = list(bundles)
+def _check_distinct(numbers: Iterable[int], what: str, kind: str = "a bundle") -> list[int]:
+    items = list(numbers)
     if len(set(items)) < len(items):
-        raise ProtocolError(f"{what} a bundle twice: {items[:20]}")
+        raise ProtocolError(f"{what} {kind} twice: {items[:20]}")
     return items

@@ -56,7 +56,12 @@ class Room:
         and nobody is sent away for it. What a lane may demand always fits beside what is leased or asked for (budgets),
         so for a demand the answer is never None.
         """
-        coming = [r for r in self._transfers if _leaves_by_itself(r, pinned)]
+        doomed, writing = State.DOOMED, State.WRITING
+        coming = [
+            r
+            for r in self._transfers
+            if r.state is doomed or (r.state is writing and r.bundle_id not in pinned)  # leaves by itself
+        ]
         free_frames += sum(r.frames for r in coming)
         victims: tuple[BundleRecord, ...] | None = ()
         if free_frames < need_frames:
@@ -77,8 +82,9 @@ class Room:
         if self._rest is None:
             self._rest = iter(self._placement.eviction_order(self._idle))
         idle, bundles = self._idle, self._bundles
+        self._read = [record for record in self._read if record.bundle_id in idle]  # the others have left
         for record in self._read:
-            if record.bundle_id in idle and record.bundle_id not in pinned:
+            if record.bundle_id not in pinned:
                 yield record, record.frames
         for bundle in self._rest:
             if bundle in idle and bundle not in pinned:
@@ -96,7 +102,7 @@ class Room:
 
 
 def _ids(records: Iterable[BundleRecord]) -> tuple[int, ...]:
-    return tuple(record.bundle_id for record in records)
+    return tuple([record.bundle_id for record in records])
 
 
 def flash_frames(bundles: Iterable[BundleRecord]) -> int:
@@ -111,7 +117,3 @@ def flash_frames(bundles: Iterable[BundleRecord]) -> int:
         )  # both: never in place
         for r in bundles
     )
-
-
-def _leaves_by_itself(record: BundleRecord, pinned: Set[int]) -> bool:
-    return record.state == State.DOOMED or (record.state == State.WRITING and record.bundle_id not in pinned)

@@ -23,16 +23,20 @@ is made long before it is needed is taken from what could have stayed.
 """
 
 GRANTS_AHEAD = 8
-"""Unused grants of a lane, or all of the access under way and the next one, if that is more. More are sent as these are
-used; a demand voids them all, so many would be sent in vain.
+"""Unused grants of a lane, or all of the access under way and the next one, or of a part of the window (`NEAR_PARTS`),
+if that is more. More are sent as these are used, and where there are many, when half of them have been; a demand voids
+them all, so many would be sent in vain.
 """
 
-WINDOW_PARTS = 16
+NEAR_PARTS = 4
+
+WINDOW_PARTS = 8
 """Looking for what to load ahead takes a look at every predicted use in the window, so it is done when so large a part
-of it is new. What has come near is looked at every time.
+of it is new.
 """
 
 _MOST_GRANTS_AHEAD = 256
+_SMALL_FRAMES = 32  # of a window
 
 
 class Serving(Holdings):
@@ -44,7 +48,7 @@ class Serving(Holdings):
 
     @property
     def _small(self) -> bool:
-        return self.ahead_frames < 2 * WINDOW_PARTS or len(self.lanes) > 1
+        return self.ahead_frames < _SMALL_FRAMES or len(self.lanes) > 1
 
     def _serve(self) -> None:
         """Answer what can be answered, oldest first; make room for the oldest that lacks it; run ahead."""
@@ -73,7 +77,9 @@ class Serving(Holdings):
         if not starved and not self.ahead_paused:
             far = self._sees_far()
             for lane in self.lanes.values():
-                self._run_ahead(lane)
+                if far or self._look_near or lane.unused <= GRANTS_AHEAD or 2 * lane.used >= lane.unused:
+                    lane.unused, lane.used = self._run_ahead(lane), 0
+            self._look_near = False
             if far:
                 self._stirred, self._look_far = 0, False
 
@@ -118,15 +124,17 @@ class Serving(Holdings):
             return plenty
         return self._flash_quota_frames - flash_frames(self.bundles.values())
 
-    def _run_ahead(self, lane: Lane) -> None:
+    def _run_ahead(self, lane: Lane) -> int:
         """Grant what is resident and load or create what is not, in the predicted order, each bundle for its next use.
+        Returns the number of grants that are unused then.
 
         Only bundles that are needed later may leave for it. A use that lacks frames does not hold up those behind it
         that are resident already; frames for it come first. Where little has changed since the whole window was looked
-        through, only the nearest uses are, and nothing is loaded or created.
+        through, only the nearest uses are, nothing is loaded, and created only in frames that are free.
         """
-        bundles, newest = self.bundles, self.newest
-        far = self._sees_far()
+        bundles, newest, specs, frames_for = self.bundles, self.newest, self.specs, self._frames_for
+        far, most_frames, room_frames = self._sees_far(), self.ahead_frames, lane.room_frames
+        rooms_frames, near_frames = most_frames // WINDOW_PARTS, most_frames // NEAR_PARTS
         unused = self.pins.unused(lane.name)
         mine = self.pins.of_lane(lane.name)
         pinned = sum(bundles[b].frames for b in mine)
@@ -134,63 +142,66 @@ class Serving(Holdings):
         seen: set[int] = set()  # forms
         awaited: set[int] = set()
         if not self._small:
-            self._awaited = awaited
+            self._awaited, self._arrived = awaited, 0
         ahead = short = lacking = 0  # frames; uses without frames, and what they and such as are to be made will take
-        rooms_frames = self.ahead_frames // WINDOW_PARTS
-        sent, first = len(unused), None
+        sent, first, near = len(unused), None, True
         room: Room | None = None
-        for use in self.foresight.upcoming(lane.name):
-            spec_id = use.spec
+        for spec_id, used_in, due_s, place in self.foresight.upcoming(lane.name):
             if spec_id in seen:
                 continue
             seen.add(spec_id)
             record = bundles.get(newest.get(spec_id, 0))
-            writes = use.mode is Mode.UPDATE or use.mode is Mode.CREATE  # a property costs more than the rest here
-            if record is None:
-                if not writes or spec_id not in self.specs:
-                    continue  # nothing to read: another prediction that is wrong
-                frames = self._frames_for(self.specs[spec_id].nbytes)
-            else:
+            writes = used_in is Mode.UPDATE or used_in is Mode.CREATE  # a property costs more than the rest here
+            if record is not None:
                 frames = record.frames
+            elif writes and spec_id in specs:
+                frames = frames_for(specs[spec_id].nbytes)
+            else:
+                continue  # nothing to read: another prediction that is wrong
             ahead += frames
-            if ahead > self.ahead_frames:
-                return
-            first = use.place if first is None else first
-            near = sent < GRANTS_AHEAD or (use.place == first and sent < _MOST_GRANTS_AHEAD)
+            if ahead > most_frames:
+                break
+            first = place if first is None else first
+            near = near and (
+                sent < GRANTS_AHEAD or (sent < _MOST_GRANTS_AHEAD and (place == first or ahead <= near_frames))
+            )
             crowded = short >= ROOMS_AT_ONCE and lacking >= rooms_frames
             if (not near and (not far or crowded)) or (not far and len(seen) > _MOST_GRANTS_AHEAD):
-                return
-            mode = Mode.UPDATE if writes else Mode.READ
+                break
             if record is not None:
-                stay.add(record.bundle_id)
-                granted = unused.get(record.bundle_id)
-                if record.version == 0 or (granted is not None and granted.covers(mode)):
+                bundle = record.bundle_id
+                stay.add(bundle)
+                granted = unused.get(bundle)
+                if record.version == 0 or (
+                    granted is not None and granted.covers(Mode.UPDATE if writes else Mode.READ)
+                ):
                     continue
             if (record is None or (writes and not record.charged)) and not self._fits_flash(frames):
                 continue  # before anything is done for it: what is loaded is granted, or it could leave and come again
-            cost = 0 if record is not None and record.bundle_id in mine else frames
-            if pinned + cost > lane.room_frames:
-                return
-            pinned += cost  # whether it is granted now or when its transfer has ended
+            if record is None or bundle not in mine:
+                if pinned + frames > room_frames:
+                    break
+                pinned += frames  # whether it is granted now or when its transfer has ended
+            elif pinned > room_frames:
+                break
             if record is None or record.state is State.FLASH:
-                if not far or crowded:
+                if crowded:
                     continue
                 lacking += frames
-                room = room or self._room()
-                if not self._clear(room, lacking, stay, use.due_s):
-                    return
-                if record is None and not near:
-                    continue  # its frames are kept free: what is made is granted
-                if short or self._frames.free_frames < lacking:
+                if far:
+                    room = room or self._room()
+                    if not self._clear(room, lacking, stay, due_s):
+                        break
+                    if record is None and not near:
+                        continue  # its frames are kept free: what is made is granted
+                if short or self._frames.free_frames < lacking or (record is not None and not far):
                     short += 1
                     continue
                 lacking -= frames
-                record = self._fetch(record, self.specs[spec_id], use.due_s)
+                record = self._fetch(record, specs[spec_id], due_s)
             if not near:
                 continue
-            if record.state is State.BLANK:
-                mode = Mode.CREATE
-            elif record.state not in IDLE:
+            if record.state is not State.BLANK and record.state not in IDLE:
                 awaited.add(record.bundle_id)
                 continue  # it comes, or leaves for a use that is nearer: a grant would hold it
             if writes:
@@ -198,7 +209,9 @@ class Serving(Holdings):
             stay.add(record.bundle_id)
             self.pushes += 1
             sent += 1
+            mode = Mode.CREATE if record.state is State.BLANK else Mode.UPDATE if writes else Mode.READ
             self._grant(lane.name, record, mode, 0, None)
+        return sent
 
     def _fetch(self, record: BundleRecord | None, spec: BundleSpec, due_s: float) -> BundleRecord:
         """Take frames for a bundle and have them filled, or make it."""

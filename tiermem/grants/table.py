@@ -5,8 +5,8 @@ critical section of the client's lock (otherwise a demand of another thread over
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from tiermem.bundle import Mode
 from tiermem.errors import ProtocolError, TiermemError, error_for
@@ -25,6 +25,9 @@ from tiermem.grants.messages import (
     Void,
 )
 from tiermem.plan import Access
+
+FEW_GRANTS = 8
+"""With no more than these left the daemon hears of every use: new grants are to come before these are used up."""
 
 
 @dataclass(slots=True)
@@ -67,10 +70,12 @@ class GrantTable:
     def __init__(self, lanes: Iterable[str]) -> None:
         self._epoch: dict[str, int] = dict.fromkeys(lanes, 0)
         self._leases: dict[int, Lease] = {}
-        self._unused: dict[str, dict[int, Grant]] = {lane: {} for lane in self._epoch}  # by serial
+        self._unused: dict[str, dict[int, list[Grant]]] = {lane: {} for lane in self._epoch}  # by `_key`
         self._live: dict[int, int] = {}  # newest version of bundles that hold bytes, or are being created here
         self._waiting: dict[tuple[str, int], Waiter] = {}
         self.counts = GrantCounts()
+        self._quiet_uses = self._quiet_frames = 0  # grants taken, and frames of leases that ended, since `told`
+        self._asked = False  # something waits for an answer, since `told`
         self.outbox: deque[ClientBody] = deque()
 
     @property
@@ -80,7 +85,18 @@ class GrantTable:
     @property
     def unused(self) -> frozenset[int]:
         """Serials of pushed grants that are here and may become leases."""
-        return frozenset(serial for grants in self._unused.values() for serial in grants)
+        return frozenset(g.serial for lane in self._unused.values() for grants in lane.values() for g in grants)
+
+    def presses(self, lane: str, frames: int) -> bool:
+        """Whether the daemon should hear at once what has been decided since it was `told`: that somebody waits, that
+        half of the lane's grants have been used, or some where few are left, or that leases of `frames` have ended.
+        """
+        uses, left = self._quiet_uses, len(self._unused[lane])
+        return self._asked or self._quiet_frames >= frames or (uses > 0 and (uses >= left or left <= FEW_GRANTS))
+
+    def told(self) -> None:
+        """Everything in the outbox is on its way."""
+        self._quiet_uses, self._quiet_frames, self._asked = 0, 0, False
 
     def adopted(self, bundle: int) -> None:
         """A bundle that came to be without a grant."""
@@ -90,17 +106,31 @@ class GrantTable:
         """What the lane does next."""
         self.outbox.append(Accessed(lane, access))
 
-    def take(self, lane: str, target: int, mode: Mode) -> Lease | None:
-        """A lease by a grant that is here already, or None: then demand it. `target` as in Demand."""
-        unused, create = self._unused[lane], mode == Mode.CREATE
-        for serial, grant in unused.items():
-            made = grant.mode == Mode.CREATE
-            if (grant.spec if made else grant.bundle) == target and made == create and grant.mode.covers(mode):
-                del unused[serial]
-                self.counts.used += 1
-                self.outbox.append(Used((serial,)))
-                return self._lease(grant, mode)
-        return None
+    def take(self, lane: str, targets: Sequence[int], mode: Mode) -> list[Lease | None]:
+        """For each target, as in Demand, a lease by a grant that is here already; None where there is none: then demand
+        it. One message says so for all that there are.
+        """
+        unused = self._unused[lane]
+        leases: list[Lease | None] = []
+        serials: list[int] = []
+        for target in targets:
+            key = _key(target, mode is Mode.CREATE)
+            grants = unused.get(key, ())
+            grant = next((g for g in grants if g.mode.covers(mode)), None)
+            if grant is None:
+                leases.append(None)
+                continue
+            if len(grants) == 1:
+                del unused[key]
+            else:
+                unused[key] = [g for g in grants if g is not grant]
+            serials.append(grant.serial)
+            leases.append(self._lease(grant, mode))
+        if serials:
+            self.counts.used += len(serials)
+            self._quiet_uses += len(serials)
+            self.outbox.append(Used(tuple(serials)))
+        return leases
 
     def demand(self, lane: str, target: int, mode: Mode) -> Waiter:
         """Ask for a lease: the lane's epoch moves on, and everything it does not hold is void. Each thread has one open
@@ -109,12 +139,13 @@ class GrantTable:
         self._void(lane)
         waiter = Waiter(Demand(lane, self._epoch[lane], self._held(lane), target, mode))
         self._waiting[lane, self._epoch[lane]] = waiter
+        self._asked = True
         self.outbox.append(waiter.demand)
         return waiter
 
     def _void(self, lane: str) -> None:
         self._epoch[lane] += 1
-        self.counts.voided += len(self._unused[lane])
+        self.counts.voided += sum(map(len, self._unused[lane].values()))
         self._unused[lane].clear()
 
     def _held(self, lane: str) -> frozenset[int]:
@@ -130,6 +161,7 @@ class GrantTable:
             if message.lane not in self._epoch:
                 raise ProtocolError(f"{message} of an unknown lane")
             self._void(message.lane)
+            self._asked = True
             self.outbox.append(Void(message.lane, self._epoch[message.lane], self._held(message.lane)))
             return None
         if isinstance(message, Grant) and not message.answers:
@@ -161,13 +193,17 @@ class GrantTable:
         if grant.epoch < self._epoch[grant.lane] or (not fresh and grant.bundle not in self._live):
             self.counts.late += 1
         else:
-            self._unused[grant.lane][grant.serial] = grant
+            self._put(grant)
+
+    def _put(self, grant: Grant) -> None:
+        create = grant.mode is Mode.CREATE
+        self._unused[grant.lane].setdefault(_key(grant.spec if create else grant.bundle, create), []).append(grant)
 
     def _lease(self, grant: Grant, mode: Mode) -> Lease:
         # A commit may have overtaken it: the frames hold the newest bytes, the grant an older number.
         version = max(grant.version, self._live.get(grant.bundle, 0))
         if version != grant.version:
-            grant = replace(grant, version=version)
+            grant = grant._replace(version=version)
         lease = self._leases[grant.serial] = Lease(grant, mode)
         self._live[grant.bundle] = version
         return lease
@@ -184,7 +220,7 @@ class GrantTable:
                 raise ProtocolError(f"commit of {lease.grant}, which is only read")
         for serial, version, lease in written:
             lease.mode = Mode.READ
-            lease.grant = replace(lease.grant, version=version)
+            lease.grant = lease.grant._replace(version=version)
             self._live[lease.grant.bundle] = version
             triples.append((serial, lease.grant.bundle, version))
         for serial in consumed:
@@ -193,12 +229,13 @@ class GrantTable:
         self._forget({bundle for _, bundle in pairs})
         self.outbox.append(Commit(tuple(triples), tuple(pairs)))
 
-    def done(self, serial: int) -> None:
-        """End a lease, once, after its commit."""
-        lease = self._leases.pop(serial)
-        if lease.mode == Mode.CREATE:  # nothing was committed: the store forgets it
-            self._forget({lease.grant.bundle})
-        self.outbox.append(Done(serial))
+    def done(self, *serials: int) -> None:
+        """End leases, each once, after its commit. One message for all of them."""
+        for lease in [self._leases.pop(serial) for serial in serials]:
+            self._quiet_frames += sum(count for _, count in lease.grant.runs)
+            if lease.mode is Mode.CREATE:  # nothing was committed: the store forgets it
+                self._forget({lease.grant.bundle})
+        self.outbox.append(Done(serials))
 
     def discard(self, bundles: Iterable[int]) -> None:
         """Give up bundles for good. The caller holds no lease of them."""
@@ -213,10 +250,8 @@ class GrantTable:
         """Bundles have ended, and every unused grant of them (in flight ones are dropped when they come)."""
         for bundle in bundles:
             self._live.pop(bundle, None)
-        for grants in self._unused.values():
-            for serial in [s for s, grant in grants.items() if grant.bundle in bundles]:
-                del grants[serial]
-                self.counts.voided += 1
+            for unused in self._unused.values():
+                self.counts.voided += len(unused.pop(_key(bundle, create=False), ()))
 
     def fail(self, error: TiermemError) -> list[Waiter]:
         """The session is over: every open demand ends with `error`."""
@@ -227,3 +262,8 @@ class GrantTable:
         for grants in self._unused.values():
             grants.clear()
         return ended
+
+
+def _key(target: int, create: bool) -> int:
+    """One number for a bundle, or for a form that is to be made."""
+    return -1 - target if create else target

@@ -139,7 +139,8 @@ class _Key:
                 *ledger.pins.granted,
                 *world.holds,
                 *world.unused,
-                *(m.serial for m in messages if isinstance(m, Grant | Done)),
+                *(m.serial for m in messages if isinstance(m, Grant)),
+                *(serial for m in messages if isinstance(m, Done) for serial in m.serials),
             ]
         )
         epochs: dict[str, set[int]] = {lane: {0, epoch} for lane, epoch in world.epochs.items()}
@@ -204,8 +205,8 @@ class _Key:
                     tuple((self.serials.get(s, -1), self.ids[b], self.version(b, v)) for s, b, v in updated),
                     tuple((self.serials.get(s, -1), self.ids.get(b, -1)) for s, b in consumed),
                 )
-            case Done(serial):
-                return "done", self.serials[serial]
+            case Done(serials):
+                return "done", self.held(serials)
             case Discard(bundles):
                 return "discard", tuple(self.ids.get(b, -1) for b in bundles)
             case Grant():

@@ -8,6 +8,7 @@ thread, clock, file or torch. `tiermem.testing.grants_explorer` visits every sta
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -87,6 +88,8 @@ class World(WorldState):
         mine = [hold for hold in self.holds.values() if hold.thread == thread]
         if self.commits and any(_owes_commit(hold) for hold in mine):
             yield ("commit", thread)
+        if len(mine) > 1 and all(hold.use != "writing" for hold in mine):
+            yield ("release all", thread)
         if thread in self.waiters:
             return
         held = {hold.lease.grant.bundle for hold in mine}
@@ -95,6 +98,7 @@ class World(WorldState):
             for form, frames in enumerate(self.config.forms, 1):
                 if used + frames <= most:
                     yield ("acquire", thread, form, Mode.CREATE)
+        yield from self._sets(thread, most - used, held)
         for bundle, version in self.newest.items():
             modes = [hold.lease.mode for hold in mine if hold.lease.grant.bundle == bundle]
             if not version or used + (bundle not in held) * self.frames[bundle] > most:
@@ -105,6 +109,15 @@ class World(WorldState):
                 if (mode == Mode.CONSUME and self._busy(bundle)) or self._busy(bundle, Mode.CONSUME):
                     continue
                 yield ("acquire", thread, bundle, mode)
+
+    def _sets(self, thread: str, room: int, held: set[int]) -> Iterator[Action]:
+        """Two bundles that have been granted ahead, taken at one go."""
+        granted = sorted({grant.bundle for grant in self.unused.values() if grant.mode != Mode.CREATE} - held)
+        for one, other in itertools.combinations(granted, 2):
+            if self.frames[one] + self.frames[other] <= room and not any(
+                self._busy(b, Mode.CONSUME) for b in (one, other)
+            ):
+                yield ("take", thread, one, other)
 
     def must(self, action: Action) -> bool:
         """Whether it happens by itself, without a thread of the client."""
@@ -145,16 +158,17 @@ class World(WorldState):
             case ("acquire", str(thread), int(target), Mode() as mode):
                 self.creates -= mode == Mode.CREATE
                 self._acquire(thread, target, mode)
+            case ("take", str(thread), int(one), int(other)):
+                self._take(thread, [one, other])
             case ("read" | "write" as use, int(serial)):
                 hold = self.holds[serial]
                 hold.use = "reading" if use == "read" else "writing"
                 if use == "write":
                     self.fill_frames(hold.lease.grant.runs, None)
             case ("release", int(serial)):
-                bundle = self.holds.pop(serial).lease.grant.bundle
-                self.table.done(serial)
-                if not self.newest[bundle]:
-                    self._end(bundle)  # created and never written
+                self._release([serial])
+            case ("release all", str(thread)):
+                self._release([serial for serial, hold in self.holds.items() if hold.thread == thread])
             case ("commit", str(thread)):
                 self._commit({s: h for s, h in self.holds.items() if h.thread == thread and _owes_commit(h)})
             case ("discard", int(bundle)):
@@ -195,7 +209,7 @@ class World(WorldState):
         """As the client does it: by a grant that is there, else on demand."""
         lane = self.config.lane(thread)
         sufficient = {serial for serial, grant in self.unused.items() if _suffices(grant, lane, target, mode)}
-        lease = self.table.take(lane, target, mode)
+        [lease] = self.table.take(lane, [target], mode)
         if lease is None:
             assert not sufficient, f"unused: grants {sufficient} were there for {mode.name} of {target}"
             self.waiters[thread] = self.table.demand(lane, target, mode)
@@ -203,6 +217,18 @@ class World(WorldState):
         assert lease.grant.serial in sufficient, f"unused: {lease.grant} is void, and was used"
         del self.unused[lease.grant.serial]
         self._begin(thread, lease)
+
+    def _take(self, thread: str, bundles: list[int]) -> None:
+        """For reading, which any grant of a bundle allows: there is one for each of the lane, or for some of them."""
+        lane = self.config.lane(thread)
+        for bundle, lease in zip(bundles, self.table.take(lane, bundles, Mode.READ), strict=True):
+            sufficient = {s for s, grant in self.unused.items() if _suffices(grant, lane, bundle, Mode.READ)}
+            if lease is None:
+                assert not sufficient, f"unused: grants {sufficient} were there for bundle {bundle}"
+                continue
+            assert lease.grant.serial in sufficient, f"unused: {lease.grant} is void, and was used"
+            del self.unused[lease.grant.serial]
+            self._begin(thread, lease)
 
     def _begin(self, thread: str, lease: Lease) -> None:
         self.lease(thread, lease)
@@ -234,6 +260,13 @@ class World(WorldState):
                 del self.holds[serial]
                 self._end(bundle)
         self.table.commit(updated, consumed)
+
+    def _release(self, serials: list[int]) -> None:
+        bundles = [self.holds.pop(serial).lease.grant.bundle for serial in serials]
+        self.table.done(*serials)
+        for bundle in bundles:
+            if self.newest.get(bundle) == 0:
+                self._end(bundle)  # created and never written
 
     def _daemon_step(self, step: str, *what: object) -> None:
         match step, *what:

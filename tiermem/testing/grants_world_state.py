@@ -268,8 +268,8 @@ class WorldState:
                 case Commit(updated, consumed):
                     ended |= {row[0] for row in (*updated, *consumed)}
                     gone |= {bundle for _, bundle in consumed}
-                case Done(serial):
-                    ended.add(serial)
+                case Done(serials):
+                    ended |= set(serials)
                 case Discard(bundles):
                     gone |= set(bundles)
                 case Demand(lane) | Void(lane):

@@ -62,6 +62,7 @@ SMALL: dict[str, tuple[Config, int]] = {
     ),
     "ahead, I/O errors without end": (replace(TIGHT, faults=-1, predictions=(NOTHING, BOTH, (("", 1, READ),))), 800),
     "ahead, a shrink": (replace(AHEAD, shrinks=1), 4_000),
+    "ahead, two at one go": (replace(AHEAD, threads=(("M", 2),), modes=(READ,), commits=0), 4_500),
     "ahead, death anywhere": (replace(TIGHT, deaths=1), 1_300),
 }
 """By name: a world, and the least number of its states."""

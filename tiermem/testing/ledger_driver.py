@@ -152,8 +152,8 @@ class Ledger:
     def commit(self, grant: Grant, version: int | None = None) -> None:
         self.receive(Commit(((grant.serial, grant.bundle, version or grant.version + 1),)))
 
-    def done(self, grant: Grant) -> None:
-        self.receive(Done(grant.serial))
+    def done(self, *grants: Grant) -> None:
+        self.receive(Done(tuple(grant.serial for grant in grants)))
 
     def make(self, form: int) -> int:
         """A dirty bundle in DRAM that nobody uses."""

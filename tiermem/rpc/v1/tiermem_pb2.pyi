@@ -32,6 +32,13 @@ class NoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOTICE_KIND_FILE_CHANGED: _ClassVar[NoticeKind]
     NOTICE_KIND_COMPILED_ACROSS_UNITS: _ClassVar[NoticeKind]
     NOTICE_KIND_COMPILE_UNSEEN: _ClassVar[NoticeKind]
+    NOTICE_KIND_PAGEABLE_COPIES: _ClassVar[NoticeKind]
+
+class DeviceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DEVICE_KIND_UNSPECIFIED: _ClassVar[DeviceKind]
+    DEVICE_KIND_EMULATED: _ClassVar[DeviceKind]
+    DEVICE_KIND_CUDA: _ClassVar[DeviceKind]
 
 class AccessKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -57,6 +64,10 @@ NOTICE_KIND_FILE_REFUSED: NoticeKind
 NOTICE_KIND_FILE_CHANGED: NoticeKind
 NOTICE_KIND_COMPILED_ACROSS_UNITS: NoticeKind
 NOTICE_KIND_COMPILE_UNSEEN: NoticeKind
+NOTICE_KIND_PAGEABLE_COPIES: NoticeKind
+DEVICE_KIND_UNSPECIFIED: DeviceKind
+DEVICE_KIND_EMULATED: DeviceKind
+DEVICE_KIND_CUDA: DeviceKind
 ACCESS_KIND_UNSPECIFIED: AccessKind
 ACCESS_KIND_FORWARD: AccessKind
 ACCESS_KIND_BACKWARD: AccessKind
@@ -308,10 +319,10 @@ class Commit(_message.Message):
     def __init__(self, updated: _Optional[bytes] = ..., consumed: _Optional[bytes] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("serial",)
-    SERIAL_FIELD_NUMBER: _ClassVar[int]
-    serial: int
-    def __init__(self, serial: _Optional[int] = ...) -> None: ...
+    __slots__ = ("serials",)
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    serials: bytes
+    def __init__(self, serials: _Optional[bytes] = ...) -> None: ...
 
 class Discard(_message.Message):
     __slots__ = ("bundles",)
@@ -330,16 +341,18 @@ class Notice(_message.Message):
     def __init__(self, kind: _Optional[_Union[NoticeKind, str]] = ..., count: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class DeviceReport(_message.Message):
-    __slots__ = ("capacity_bytes", "used_bytes", "dram_to_emulated", "emulated_to_dram")
+    __slots__ = ("capacity_bytes", "used_bytes", "inward", "outward", "kind")
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    DRAM_TO_EMULATED_FIELD_NUMBER: _ClassVar[int]
-    EMULATED_TO_DRAM_FIELD_NUMBER: _ClassVar[int]
+    INWARD_FIELD_NUMBER: _ClassVar[int]
+    OUTWARD_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     capacity_bytes: int
     used_bytes: int
-    dram_to_emulated: DeviceLinkCount
-    emulated_to_dram: DeviceLinkCount
-    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., dram_to_emulated: _Optional[_Union[DeviceLinkCount, _Mapping]] = ..., emulated_to_dram: _Optional[_Union[DeviceLinkCount, _Mapping]] = ...) -> None: ...
+    inward: DeviceLinkCount
+    outward: DeviceLinkCount
+    kind: DeviceKind
+    def __init__(self, capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., inward: _Optional[_Union[DeviceLinkCount, _Mapping]] = ..., outward: _Optional[_Union[DeviceLinkCount, _Mapping]] = ..., kind: _Optional[_Union[DeviceKind, str]] = ...) -> None: ...
 
 class DeviceLinkCount(_message.Message):
     __slots__ = ("bytes", "transfers", "seconds", "queue_seconds")
@@ -368,7 +381,7 @@ class Close(_message.Message):
     def __init__(self) -> None: ...
 
 class DaemonMessage(_message.Message):
-    __slots__ = ("opened", "admitted", "grant", "refuse", "alive", "closed", "adopted", "surrender", "batch", "ask_trace")
+    __slots__ = ("opened", "admitted", "grant", "refuse", "alive", "closed", "adopted", "surrender", "batch", "grants", "ask_trace")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +391,7 @@ class DaemonMessage(_message.Message):
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     SURRENDER_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
     ASK_TRACE_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     admitted: Admitted
@@ -388,8 +402,9 @@ class DaemonMessage(_message.Message):
     adopted: Adopted
     surrender: Surrender
     batch: DaemonBatch
+    grants: Grants
     ask_trace: AskTrace
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., surrender: _Optional[_Union[Surrender, _Mapping]] = ..., batch: _Optional[_Union[DaemonBatch, _Mapping]] = ..., ask_trace: _Optional[_Union[AskTrace, _Mapping]] = ...) -> None: ...
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., closed: _Optional[_Union[Closed, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., surrender: _Optional[_Union[Surrender, _Mapping]] = ..., batch: _Optional[_Union[DaemonBatch, _Mapping]] = ..., grants: _Optional[_Union[Grants, _Mapping]] = ..., ask_trace: _Optional[_Union[AskTrace, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("session", "job", "arena_bytes", "frame_bytes", "bundle_cap_bytes", "flash_quota_bytes", "version")
@@ -454,6 +469,18 @@ class Grant(_message.Message):
     answers: int
     spec: int
     def __init__(self, serial: _Optional[int] = ..., lane: _Optional[str] = ..., epoch: _Optional[int] = ..., bundle: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., version: _Optional[int] = ..., runs: _Optional[bytes] = ..., answers: _Optional[int] = ..., spec: _Optional[int] = ...) -> None: ...
+
+class Grants(_message.Message):
+    __slots__ = ("lane", "epoch", "rows", "runs")
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    lane: str
+    epoch: int
+    rows: bytes
+    runs: bytes
+    def __init__(self, lane: _Optional[str] = ..., epoch: _Optional[int] = ..., rows: _Optional[bytes] = ..., runs: _Optional[bytes] = ...) -> None: ...
 
 class Surrender(_message.Message):
     __slots__ = ("lane",)
