@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not args.plain:
         import tiermem
 
-        job = tiermem.attach(model, optimizer, dram=args.dram, flash=args.flash, device=args.device)  # the one line
+        options = {"dram": args.dram, "flash": args.flash, "device": args.device, "deferred": not args.barrier}
+        job = tiermem.attach(model, optimizer, **options)  # the one line
         if args.trace and args.steps == 1:
             job.trace(args.trace)
 
@@ -246,6 +247,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dram", default="512MiB", help="the job's DRAM (default 512MiB)")
     parser.add_argument("--flash", metavar="DIR", help="directory on NVMe (default: tiermem's own choice)")
     parser.add_argument("--device", metavar="TEXT", help="a third tier, cuda:0:8GiB or emulated:1GiB (default: none)")
+    parser.add_argument("--barrier", action="store_true", help="update inside step()")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seq", type=positive, default=128, help="tokens in a sequence")
     parser.add_argument("--batch", type=positive, default=1, help="sequences in a microbatch")

@@ -25,6 +25,7 @@ class NoticeKind(enum.StrEnum):
     FILE_CHANGED = "file_changed"
     COMPILE_UNSEEN = "compile_unseen"
     PAGEABLE_COPIES = "pageable_copies"
+    UPDATE_BARRIER = "update_barrier"
     COMPILED_ACROSS_UNITS = "compiled_across_units"
 
     @property

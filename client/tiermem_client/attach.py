@@ -31,7 +31,7 @@ from tiermem_client.guard import GuardBook
 from tiermem_client.heap import map_large_blocks, trim_heap, unmap_large_blocks
 from tiermem_client.integrations import resolve
 from tiermem_client.job import Job, close_all, remember
-from tiermem_client.memory import Memory
+from tiermem_client.memory import Bundle, Memory
 from tiermem_client.opening import open_session
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
@@ -68,6 +68,7 @@ def attach(
     flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
     device: str | None = None,
+    deferred: bool = True,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -81,6 +82,7 @@ def attach(
     flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
     device: str | None = None,
+    deferred: bool = True,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -94,6 +96,7 @@ def attach(
     flash: int | str | os.PathLike[str] | None = None,
     job: str | None = None,
     device: str | None = None,
+    deferred: bool = True,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job:
@@ -107,7 +110,8 @@ def attach(
     a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
     removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with: "cuda:N:SIZE"
     is so much of a GPU's memory (default: half of what is free); a model that is in host memory is moved there, and
-    back at `detach`. "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `endpoint`: a
+    back at `detach`. "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `deferred`: an
+    update is done when something of it is needed next, unless everything fits; False: inside `step()`. `endpoint`: a
     service's socket, or "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how
     long a daemon may be silent.
 
@@ -135,7 +139,7 @@ def attach(
     try:
         attached.relocation.go(model)
         _find_files(storages, optimizer, sources)
-        _build(attached, units, optimizer, forms)
+        _build(attached, units, optimizer, forms, deferred)
         _adopt(attached, units, sources)
         _hook(attached, units, optimizer)
         attached.report()
@@ -215,7 +219,11 @@ def _note_mechanisms(job: Job) -> None:
 
 
 def _build(
-    job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None, forms: dict[nn.Parameter, OptimizerForm]
+    job: Job,
+    units: list[Unit],
+    optimizer: torch.optim.Optimizer | None,
+    forms: dict[nn.Parameter, OptimizerForm],
+    deferred: bool,
 ) -> None:
     """Cut units into groups, declare all bundles, and be admitted with the floor that they imply."""
     residency, session = job.residency, job.residency.session
@@ -239,12 +247,31 @@ def _build(
             job.book.prepare(group)
     if optimizer is not None:
         job.updater = Updater(optimizer, residency, job.book, [g for u in units for g in u.groups], forms)
-    frame_bytes = session.opened.frame_bytes
-    floor = main_floor(units, job.book, job.updater, lambda n: max(1, -(-n // frame_bytes)))
+    floor = _floor(job, units, deferred)
     residency.memory.check_floor(floor)
     residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
     if not residency.keeps_idle and map_large_blocks():
         job.undo.append(unmap_large_blocks)
+
+
+def _floor(job: Job, units: list[Unit], deferred: bool) -> list[Bundle]:
+    """What must fit at once. Updates are deferred where that fits which they then need."""
+    frame_bytes, frames = job.residency.session.opened.frame_bytes, job.residency.session.frames
+
+    def frames_for(nbytes: int) -> int:
+        return max(1, -(-nbytes // frame_bytes))
+
+    least = main_floor(units, job.book, job.updater, frames_for)
+    if job.updater is None or not deferred:
+        return least
+    floor = main_floor(units, job.book, job.updater, frames_for, deferred=True)
+    needed = sum(frames_for(bundle.spec.nbytes) for bundle in floor)
+    if needed > frames:
+        more = format_size((needed - frames) * frame_bytes)
+        job.note(NoticeKind.UPDATE_BARRIER, f"update: inside step() (deferring it needs {more} more of DRAM)")
+        return least
+    job.updater.deferred = True
+    return floor
 
 
 def _parameters_used(module: nn.Module, unit: Unit, hooked: set[nn.Module]) -> list[nn.Parameter]:

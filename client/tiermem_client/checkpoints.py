@@ -146,6 +146,7 @@ class OptimizerCheckpoints:
         """Returns the undo."""
         handles = [
             optimizer.register_state_dict_post_hook(self._saved),
+            optimizer.register_load_state_dict_pre_hook(lambda optimizer, state_dict: self._updater.settle()),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
 
@@ -178,3 +179,4 @@ class OptimizerCheckpoints:
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._updater.shown.adopt()
+        self._updater.watch_state()

@@ -15,10 +15,14 @@ from tiermem_client.updates import Updater
 
 
 def main_floor(
-    units: Iterable[Unit], book: GradBook, updater: Updater | None, frames_for: Callable[[int], int]
+    units: Iterable[Unit],
+    book: GradBook,
+    updater: Updater | None,
+    frames_for: Callable[[int], int],
+    deferred: bool = False,
 ) -> list[Bundle]:
     """The set with most frames among: a unit's forward inside the units around it; a group's backward with its
-    gradients beside them; one group's update.
+    gradients beside them; one group's update, if deferred beside the units around.
     """
     units = list(units)
     around = _around(units)
@@ -30,6 +34,8 @@ def main_floor(
         for group in unit.groups:
             for store in book.stores.get(group, ()):
                 sets.append(list(dict.fromkeys([*inside, *store.bundles])))
+        if updater is not None and deferred and outer:
+            sets += [list(dict.fromkeys([*outer, *s])) for group in unit.groups for s in updater.working_sets(group)]
     if updater is not None:
         sets += updater.working_sets()
     return max(sets, key=lambda s: sum(frames_for(b.spec.nbytes) for b in s), default=[])

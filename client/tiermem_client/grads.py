@@ -32,7 +32,7 @@ from tiermem_client.units import Group, ManagedParameter, ManagedStorage
 @dataclass(slots=True, eq=False)
 class GradSlot:
     """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies
-    there.
+    there; `generation`: how often it was zeroed or dropped.
     """
 
     store: GradStore
@@ -43,6 +43,7 @@ class GradSlot:
     dtype: torch.dtype
     owners: int = 0
     zero: bool = True
+    generation: int = 0
     _real: torch.Tensor | None = field(default=None, repr=False)
 
     @property
@@ -197,10 +198,17 @@ class GradBook:
     def readable(self, slot: GradSlot) -> torch.Tensor:
         """The real bytes, to be read now; fresh zeros without I/O where the slot is zero."""
         if slot.zero:
-            device = slot.managed.parameter.device
-            return torch.empty_strided(slot.managed.shape, slot.stride, dtype=slot.dtype, device=device).zero_()
+            self.residency.bring_up_to_date(slot.store.bundles)  # an optimizer may write to zeros
+        if slot.zero:
+            return self.zeros(slot)
         self.keep(slot.store)
         return slot.real
+
+    @staticmethod
+    def zeros(slot: GradSlot) -> torch.Tensor:
+        """Fresh ones, in the form of the gradient."""
+        device = slot.managed.parameter.device
+        return torch.empty_strided(slot.managed.shape, slot.stride, dtype=slot.dtype, device=device).zero_()
 
     def put(self, managed: ManagedParameter, grad: torch.Tensor) -> GradHandle:
         """Take over a gradient that autograd made: its bytes go to the store, the caller's tensor may be freed."""
@@ -220,21 +228,24 @@ class GradBook:
     def zero(self, slot: GradSlot) -> None:
         """Make the gradient zeros, without I/O."""
         slot.zero = True
-        self._discard_if_idle(slot.store)
+        slot.generation += 1
+        self.discard_if_idle(slot.store)
 
     def drop(self, slot: GradSlot) -> None:
         """A handle is gone."""
         slot.owners -= 1
         if slot.owners == 0:
             slot.zero = True
-            self._discard_if_idle(slot.store)
+            slot.generation += 1
+            self.discard_if_idle(slot.store)
 
     def _written(self, slot: GradSlot) -> None:
         for bundle in slot.store.bundles:
             bundle.written = True
 
-    def _discard_if_idle(self, store: GradStore) -> None:
-        if store.stored and all(s.zero for s in store.slots.values()):
+    def discard_if_idle(self, store: GradStore) -> None:
+        """Free bundles that hold nothing but zeros, unless an update is to read what was there before."""
+        if store.stored and all(s.zero for s in store.slots.values()) and not self.residency.is_outdated(store.bundles):
             with self.residency.session.lock:
                 if self._kept is store:
                     self.settle()

@@ -254,8 +254,9 @@ def _keep_while_alive(residency: Residency, bundles: list[Bundle], out: Any) -> 
     """Keep the lease until `out` dies; its holder may write through it at any time, so that ends as a commit."""
 
     def let_go() -> None:
+        _take_changes(residency, [bundle for bundle in bundles if not bundle.writable], False)  # committed meanwhile
         for bundle in bundles:
-            bundle.written = True
+            bundle.written = bundle.writable
         residency.release(bundles)
 
     try:

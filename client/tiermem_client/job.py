@@ -45,7 +45,8 @@ class TrainerStats:
     the script waited for the daemon, `leases` what it holds now. `fallbacks` names every mechanism that is not the
     first choice; results are the same. `inexact` names what is not bit for bit what the plain script computes, and the
     remedy. `adopted_file_bytes` are frozen weights that are read from the file they were loaded from, and never written
-    to flash. `device`: of the tier above DRAM, where there is one.
+    to flash. `device`: of the tier above DRAM, where there is one. `pending_updates`: groups that a `step()` is to
+    update still.
     """
 
     job: str
@@ -67,6 +68,7 @@ class TrainerStats:
     inexact: tuple[str, ...] = ()
     adopted_file_bytes: int = 0
     device: DeviceStats | None = None
+    pending_updates: int = 0
 
     @property
     def hit_ratio(self) -> float:
@@ -126,6 +128,7 @@ class Job:
             inexact=tuple(notice.text for notice in self.notices if not notice.kind.exact),
             adopted_file_bytes=self.adopted_file_bytes,
             device=memory.device,
+            pending_updates=0 if self.updater is None else len(self.updater.waiting()),
         )
 
     def note(self, kind: NoticeKind, text: str) -> None:
@@ -211,6 +214,7 @@ class Job:
     def _give_back(self) -> None:
         while self.undo:
             self.undo.pop()()
+        interrupted = frozenset() if self.updater is None else self.updater.conclude()
         for storage in self.storages.values():
             for managed in storage.parameters:
                 handle = managed.parameter.grad
@@ -218,7 +222,7 @@ class Job:
                     managed.parameter.grad = handle.read().clone()
         self.book.settle()
         if self.updater is not None:
-            self.updater.shown.give_back(self.updater.interrupted)
+            self.updater.shown.give_back(interrupted)
         while self.adopted:
             group = self.adopted[-1].group
             assert group is not None

@@ -50,6 +50,7 @@ class Residency:
     _declared_frames: int = 0
     _access: Access | None = None
     _idle: dict[Bundle, None] = field(default_factory=dict)
+    _outdated: dict[Bundle, Callable[[], None]] = field(default_factory=dict)
     _unreferenced: deque[Callable[[], None]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class Residency:
         """Lease each bundle in READ, UPDATE or CREATE mode, one holder more. On an error none of them is held."""
         held: list[Bundle] = []
         wanted = list(bundles)
+        if self._outdated:
+            self.bring_up_to_date(wanted)
         with self.session.lock:
             self.session.check_usable()
             self.run_unreferenced()
@@ -195,6 +198,25 @@ class Residency:
         finally:
             bundle.asking = False
             self.session.lock.notify_all()
+
+    def outdate(self, bundles: Iterable[Bundle], update: Callable[[], None]) -> None:
+        """From now on `update` is called before one of these is acquired, until `updated`."""
+        with self.session.lock:
+            self._outdated.update(dict.fromkeys(bundles, update))
+
+    def updated(self, bundles: Iterable[Bundle]) -> None:
+        """They are what they ought to be."""
+        with self.session.lock:
+            for bundle in bundles:
+                self._outdated.pop(bundle, None)
+
+    def is_outdated(self, bundles: Iterable[Bundle]) -> bool:
+        return any(bundle in self._outdated for bundle in bundles)
+
+    def bring_up_to_date(self, bundles: Iterable[Bundle]) -> None:
+        """Apply what stands on these. Computes, so without the lock where the caller has not taken it."""
+        for update in dict.fromkeys(u for b in bundles if (u := self._outdated.get(b)) is not None):
+            update()
 
     def accessed(self, unit: str, phase: Phase, training: bool = True) -> None:
         """What is acquired from now on belongs to this. Not said where nothing will ever have to move, and once for all

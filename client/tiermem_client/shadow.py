@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 
 from tiermem.errors import Unsupported
 
-_CAPTURED = ("grad_scale", "found_inf")  # set by GradScaler around step(), and changed in place afterwards
+_OWN = ("step", "state", "param_groups")  # of a shadow; LR schedulers patch an instance's step
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one `step()` was called with: the groups' hyperparameters (tensors cloned), and GradScaler's attributes."""
+    """What one `step()` was called with: the groups' hyperparameters and the instance's attributes, GradScaler's among
+    them (tensors cloned, as they may be changed in place afterwards).
+    """
 
     groups: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
@@ -28,7 +31,7 @@ class StepRecord:
     @classmethod
     def capture(cls, optimizer: torch.optim.Optimizer) -> StepRecord:
         groups = tuple({k: _clone(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups)
-        return cls(groups, {k: _clone(v) for k, v in optimizer.__dict__.items() if k in _CAPTURED})
+        return cls(groups, {k: _clone(v) for k, v in optimizer.__dict__.items() if k not in _OWN})
 
     @property
     def unscales_silently(self) -> bool:
@@ -49,18 +52,16 @@ def shadow_step(
     """Run the optimizer's own `step` over `members` (group index, parameter with `.grad`); `state` is read and written
     in place.
 
-    Not copy.copy: its __getstate__ drops every attribute but three. No instance `step` (LR schedulers patch one), no
-    hooks.
+    Not copy.copy: its __getstate__ drops every attribute but three. No instance `step`, no hooks.
     """
     twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in ("step", *_CAPTURED)})
     twin.__dict__.update(record.attributes)
     twin.state = defaultdict(dict, {p: s for p, s in state.items() if s})
     twin.param_groups = [  # own tensors: a counter that the step changes in place is one step further for every shadow
         {**{k: _clone(v) for k, v in group.items()}, "params": [p for index, p in members if index == i]}
         for i, group in enumerate(record.groups)
     ]
-    with own_modes():
+    with own_modes(next((p.device.type for _, p in members), "cpu")):
         plain_step(type(optimizer))(twin)
     for parameter in state:
         state[parameter] = twin.state.get(parameter, {})
@@ -73,15 +74,30 @@ def plain_step(cls: type[torch.optim.Optimizer]) -> Any:
 
 
 @contextlib.contextmanager
-def own_modes() -> Iterator[None]:
+def own_modes(device_type: str = "cpu") -> Iterator[None]:
     """The update must not see the caller's inference, autocast, gradient or function modes."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
+        torch.autocast(device_type, enabled=False),
         torch._C.DisableTorchFunctionSubclass(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def as_called_from_python() -> Iterator[None]:
+    """For an update in the middle of an operation: what the caller counts or records (a FlopCounterMode, say) does not
+    see it, and writes move version counters, which they do not inside a `__torch_dispatch__`.
+    """
+    versions = torch._C.DispatchKey.ADInplaceOrView
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(versions)
+    with _python_dispatch._disable_current_modes():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(versions, False)
+        try:
+            yield
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(versions, excluded)
 
 
 @dataclass(frozen=True, slots=True)

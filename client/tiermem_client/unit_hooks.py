@@ -85,6 +85,7 @@ class UnitHooks:
             entry.held = True
         else:
             self.saved.abandon()
+            self.residency.bring_up_to_date(unit.bundles)
             self.residency.accessed(unit.name, Phase.FORWARD, unit.modules[0].training)
             self.residency.acquire(unit.bundles, Mode.READ)
             entry.leased = True

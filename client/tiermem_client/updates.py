@@ -1,18 +1,24 @@
-"""The optimizer's step, group by group, with the caller's own arithmetic (barrier: everything is updated inside
-`step()`).
+"""The optimizer's step, group by group, with the caller's own arithmetic.
 
-Our hook runs after all of the user's step pre-hooks: it updates every group through a shadow, then takes the gradients
-away, so that the caller's own `step` finds nothing to do but its counters; our post-hook, before all of the user's,
-puts them back. Gradients are kept: `zero_grad` frees them, as in plain torch.
+Our hook runs after all of the user's step pre-hooks: it records the step and makes each group's part of it pending,
+then takes the gradients away, so that the caller's own `step` finds nothing to do but its counters; our post-hook,
+before all of the user's, puts them back. Gradients are kept: `zero_grad` frees them, as in plain torch.
+
+*Deferred*: a group is updated when something of it is needed next, mostly by its unit's next forward: its parameters
+are loaded once for both. Otherwise, where everything fits anyway, or where somebody could see that it was not, it is
+updated inside `step()`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +30,15 @@ from tiermem.errors import Unsupported
 from tiermem.plan import Phase
 from tiermem.trace import STEPS, Span
 from tiermem_client.compiled import refuse_capture, stream_is_capturing
-from tiermem_client.grads import GradBook, GradHandle, GradSlot
+from tiermem_client.grads import GradBook, GradHandle
 from tiermem_client.heap import large_blocks_mapped
 from tiermem_client.hook_order import OursFirst, OursLast
 from tiermem_client.memory import Bundle
 from tiermem_client.optimizer_state import StateStore, forms_of, is_large
+from tiermem_client.pending import Asked, PendingUpdate, SettlingState, is_watched
 from tiermem_client.pieces import GroupUpdate, Piece, of_tile, plan_update
 from tiermem_client.residency import Residency
-from tiermem_client.shadow import OptimizerForm, StepRecord, shadow_step
+from tiermem_client.shadow import OptimizerForm, StepRecord, as_called_from_python, own_modes, shadow_step
 from tiermem_client.shown_state import ShownState
 from tiermem_client.units import Group
 
@@ -44,16 +51,14 @@ _past_guards = torch._C.DisableTorchFunctionSubclass
 
 @dataclass(slots=True)
 class StepInProgress:
-    """One `step()`, until all of it is committed. `handles` are the gradients that it was begun with.
+    """One `step()`, until it returns. `handles` are the gradients that it was begun with.
 
     An error of the daemon interrupts a step between two transactions. Called again with the same gradients, `step()`
-    goes on with what is not `done`: nothing is updated twice.
+    goes on with what is not done: nothing is updated twice.
     """
 
-    record: StepRecord
+    pending: list[PendingUpdate]
     handles: dict[nn.Parameter, weakref.ref[GradHandle]]
-    done: set[Piece] = field(default_factory=set)
-    versioned: set[nn.Parameter] = field(default_factory=set)
 
     def goes_on_with(self, handles: dict[nn.Parameter, GradHandle]) -> bool:
         return len(handles) == len(self.handles) and all(
@@ -62,7 +67,10 @@ class StepInProgress:
 
 
 class Updater:
-    """Streams `optimizer` over the groups. Used by the user's thread only."""
+    """Streams `optimizer` over the groups. `step()` is the user's thread's; any thread may apply what is pending.
+
+    `deferred`: groups wait until they are needed.
+    """
 
     def __init__(
         self,
@@ -76,16 +84,25 @@ class Updater:
         self.updates = [self._plan(group, forms) for group in groups]
         self.shown = ShownState(optimizer, residency, self.updates)
         self.steps = 0
+        self.deferred = False
         self.on_step: Callable[[], None] = lambda: None
         self._began_s = 0.0
         self.capturing: Callable[[], bool] = stream_is_capturing
         self._taken: list[tuple[nn.Parameter, GradHandle]] = []
         self._step: StepInProgress | None = None
+        self._pending: dict[nn.Parameter, PendingUpdate] = {}  # changed under the client lock
+        self._updated: set[GroupUpdate] = set()
 
     def _plan(self, group: Group, forms: dict[nn.Parameter, OptimizerForm]) -> GroupUpdate:
         store, mine = StateStore(group), {m.parameter for m in group.parameters}
         store.build({p: form.states for p, form in forms.items() if p in mine}, self.residency)
         return plan_update(group, forms, store)
+
+    def watch_state(self) -> None:
+        """Reading `optimizer.state` applies what is pending."""
+        plain: Any = self.optimizer.state
+        watched: Any = SettlingState(dict(dict.items(plain)), self.settle)
+        self.optimizer.state = watched
 
     # -- hooks
 
@@ -102,9 +119,12 @@ class Updater:
         optimizer._optimizer_step_pre_hooks.ours = handles[0].id
         optimizer._optimizer_step_post_hooks.ours = handles[1].id
 
+        self.watch_state()
+
         def undo() -> None:
             for handle in handles:
                 handle.remove()
+            optimizer.state = defaultdict(dict, dict.items(optimizer.state))
 
         return undo
 
@@ -119,6 +139,7 @@ class Updater:
                 "step(closure) re-evaluates the model inside the update, which cannot be streamed; "
                 "call step() without one"
             )
+        self.residency.session.check_usable()
         self._restore()
         taken: dict[nn.Parameter, tuple[int, GradHandle]] = {}
         with _past_guards():
@@ -128,17 +149,76 @@ class Updater:
                         taken[parameter] = (index, grad)
         handles = {p: handle for p, (_, handle) in taken.items()}
         if self._step is None or not self._step.goes_on_with(handles):
-            references = {p: weakref.ref(handle) for p, handle in handles.items()}
-            self._step = StepInProgress(StepRecord.capture(optimizer), references)
-        self.book.settle()
-        owner = {p: update for update in self.updates for p in self._update_group(update, self._step, taken)}
+            self._begin(taken, handles)
+        assert self._step is not None
+        for pending in self._step.pending:
+            if not pending.finished and not self._may_wait(pending):
+                self._apply(pending)
+        done = {p: part.update for part in self._step.pending if part.finished for p in part.asked}
         self._step = None
         self.steps += 1
         with _past_guards():
             for parameter, (_, handle) in taken.items():  # in the optimizer's order, which is that of its state_dict
-                self.shown.show(owner[parameter], parameter)
+                if parameter in done:
+                    self.shown.show(done[parameter], parameter)
                 self._taken.append((parameter, handle))
                 parameter.grad = None
+
+    def _begin(
+        self, taken: dict[nn.Parameter, tuple[int, GradHandle]], handles: dict[nn.Parameter, GradHandle]
+    ) -> None:
+        """Make the parts of a new step pending; what is left of one before is applied first."""
+        if self._step is not None:
+            self._forget(self._step)
+        mine = {
+            u: dict.fromkeys(p.managed.parameter for p in u.pieces if p.managed.parameter in taken)
+            for u in self.updates
+        }
+        for pending in set(self._pending.values()):
+            if mine[pending.update]:
+                self._apply(pending)
+        self.book.settle()
+        record, parts = StepRecord.capture(self.optimizer), []
+        for update, parameters in mine.items():
+            if parameters:
+                asked = {p: Asked.now(taken[p][0], taken[p][1].slot) for p in parameters}
+                parts.append(PendingUpdate(update, record, asked))
+        with self.residency.session.lock:
+            for pending in parts:
+                self.residency.outdate(pending.bundles(), partial(self._apply, pending))
+                self._pending.update(dict.fromkeys(pending.asked, pending))
+                changed = tuple(pending.asked)
+                _set_version(changed, tuple(p._version + 1 for p in changed))
+        self._step = StepInProgress(parts, {p: weakref.ref(handle) for p, handle in handles.items()})
+
+    def _forget(self, step: StepInProgress) -> None:
+        """A step that was interrupted is not gone on with: another one is asked for."""
+        for pending in step.pending:
+            if not pending.finished:
+                self._end(pending)
+
+    def _may_wait(self, pending: PendingUpdate) -> bool:
+        """Whether nobody could tell that the group is not updated yet."""
+        if not self.deferred or self.residency.keeps_idle:
+            return False
+        if pending.update not in self._updated:  # what state there will be, and in which order, is not known
+            return False
+        state: Any = self.optimizer.state
+        if not isinstance(state, SettlingState) or any(is_watched(state, piece) for piece in pending.pieces):
+            return False
+        return all(bundle.holders == 0 for bundle in pending.bundles())
+
+    def waiting(self) -> list[PendingUpdate]:
+        """What is pending now."""
+        return list(dict.fromkeys(self._pending.values()))
+
+    def settle(self, parameter: nn.Parameter | None = None) -> None:
+        """Apply what is pending for a parameter, or for all. Raises as the update would have, inside `step()`."""
+        if self._pending:
+            some = list(self._pending.values()) if parameter is None else [self._pending.get(parameter)]
+            for pending in dict.fromkeys(some):
+                if pending is not None:
+                    self._apply(pending)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._restore()
@@ -156,33 +236,53 @@ class Updater:
 
     # -- the update
 
-    def _update_group(
-        self, update: GroupUpdate, step: StepInProgress, taken: dict[nn.Parameter, tuple[int, GradHandle]]
-    ) -> tuple[nn.Parameter, ...]:
-        """Update a group's parameters that have gradients; returns them."""
-        pieces = [piece for piece in update.pieces if piece.managed.parameter in taken]
-        for batch in update.batches(pieces):
-            if batch and batch[0] not in step.done:
-                self._update(update, batch, step.record, taken)
-                step.done.update(batch)
-        parameters = tuple(dict.fromkeys(p.managed.parameter for p in pieces))
-        changed = tuple(p for p in parameters if p not in step.versioned)
-        _set_version(changed, tuple(p._version + 1 for p in changed))
-        step.versioned.update(changed)
-        return parameters
+    def _apply(self, pending: PendingUpdate) -> None:
+        """Update a group, unless that is done or under way here. One thread does it; the others wait."""
+        lock, me = self.residency.session.lock, threading.get_ident()
+        with lock:
+            if pending.thread == me:
+                return
+            while pending.thread and not pending.finished:
+                self.residency.session.check_usable()
+                lock.wait(1.0)
+            if pending.finished:
+                return
+            pending.thread = me
+        try:
+            with own_modes(), as_called_from_python():
+                self.book.settle()
+                for batch in pending.update.batches(pending.pieces):
+                    if batch and batch[0] not in pending.done:
+                        self._update(pending, batch)
+                        pending.done.update(batch)
+                self.book.settle()
+            self._end(pending)
+        finally:
+            with lock:
+                pending.thread = 0
+                lock.notify_all()
+        self._updated.add(pending.update)
+        if self._step is None:  # it was deferred
+            with _past_guards():
+                for parameter in pending.asked:
+                    self.shown.show(pending.update, parameter)
 
-    def _update(
-        self,
-        update: GroupUpdate,
-        pieces: list[Piece],
-        record: StepRecord,
-        taken: dict[nn.Parameter, tuple[int, GradHandle]],
-    ) -> None:
+    def _end(self, pending: PendingUpdate) -> None:
+        with self.residency.session.lock:
+            pending.finished = True
+            self.residency.updated(pending.bundles())
+            for parameter in pending.asked:
+                del self._pending[parameter]
+            for store in pending.stores:
+                self.book.discard_if_idle(store)
+
+    def _update(self, pending: PendingUpdate, pieces: list[Piece]) -> None:
         """One transaction: parameters, gradients where the optimizer changes them, and state of these pieces."""
+        update, record = pending.update, pending.record
         tile = pieces[0].tile
-        slots = [taken[p.managed.parameter][1].slot for p in pieces]
+        asked = [pending.asked[p.managed.parameter] for p in pieces]
         parameters = of_tile(update.group.bundles, tile)
-        grads = list(dict.fromkeys(b for slot in slots if not slot.zero for b in of_tile(slot.store.bundles, tile)))
+        grads = list(dict.fromkeys(b for a in asked if not a.zero for b in of_tile(a.slot.store.bundles, tile)))
         state = update.bundles_of_state(tile)
         stored = [b for b in state if b.stored]
         blank = [b for b in state if not b.stored]  # had before anything changes, as there may be no room
@@ -197,36 +297,38 @@ class Updater:
             ):
                 self.residency.acquire(bundles, mode)
                 held += bundles
-            grads_now = self._prepare(pieces, slots)
+            grads_now = self._prepare(pieces, asked)
             versions = [grad._version for grad in grads_now]
-            members = [(taken[p.managed.parameter][0], p.shadow) for p in pieces]
+            members = [(a.index, p.shadow) for a, p in zip(asked, pieces, strict=True)]
             states = {p.shadow: p.state for p in pieces}
             fresh = not all(states.values())  # new state is anonymous until it has been moved
             with large_blocks_mapped() if fresh else contextlib.nullcontext():
                 shadow_step(self.optimizer, record, members, states)
             for bundle in parameters:
                 bundle.written = True
-            for piece, slot, grad, version in zip(pieces, slots, grads_now, versions, strict=True):
+            for piece, gradient, grad, version in zip(pieces, asked, grads_now, versions, strict=True):
                 piece.state = states[piece.shadow]
                 piece.shadow.grad = None
                 if grad._version != version or record.unscales_silently:
-                    self._keep_changed(piece, slot, grad)
+                    self._keep_changed(piece, gradient, grad)
             held += self._absorb(update, pieces, tile, held)
             self.residency.conclude(held)
         finally:
             self.residency.release(held)
 
-    def _keep_changed(self, piece: Piece, slot: GradSlot, grad: torch.Tensor) -> None:
+    def _keep_changed(self, piece: Piece, asked: Asked, grad: torch.Tensor) -> None:
         """The optimizer wrote to a gradient (SGD with nesterov does), which the script may read afterwards."""
-        if slot.zero:  # it saw zeros that nobody has stored
+        slot = asked.slot
+        if asked.zero and asked.still_there:  # it saw zeros that nobody has stored
             piece.grad_view(self.book.writable(slot)).copy_(grad)
-        for bundle in of_tile(slot.store.bundles, piece.tile):
-            bundle.written = True
+        if not asked.zero or asked.still_there:
+            for bundle in of_tile(slot.store.bundles, piece.tile):
+                bundle.written = True
 
-    def _prepare(self, pieces: list[Piece], slots: list[GradSlot]) -> list[torch.Tensor]:
+    def _prepare(self, pieces: list[Piece], asked: list[Asked]) -> list[torch.Tensor]:
         grads = []
-        for piece, slot in zip(pieces, slots, strict=True):
-            whole = self.book.readable(slot) if slot.zero else slot.real
+        for piece, gradient in zip(pieces, asked, strict=True):
+            whole = self.book.zeros(gradient.slot) if gradient.zero else gradient.slot.real
             grad = piece.grad_view(whole)
             piece.shadow.grad = grad
             grads.append(grad)
@@ -279,20 +381,28 @@ class Updater:
         forms = {p: tuple(place.form for place in places.values()) for p, places in update.store.places.items()}
         update.store.build({**forms, **{p: fs for p, fs in needed.items() if fs}}, self.residency)
 
-    def working_sets(self) -> list[list[Bundle]]:
-        """The bundles of each transaction, for the floor."""
+    def working_sets(self, group: Group | None = None) -> list[list[Bundle]]:
+        """The bundles of each transaction, of a group or of all, for the floor."""
         sets = []
         for update in self.updates:
+            if group is not None and update.group is not group:
+                continue
             stores = self.book.stores.get(update.group, ())
             for tile in sorted({piece.tile for piece in update.pieces}):
                 grads = [b for store in stores for b in of_tile(store.bundles, tile)]
                 sets.append([*of_tile(update.group.bundles, tile), *grads, *update.bundles_of_state(tile)])
         return sets
 
-    @property
-    def interrupted(self) -> frozenset[nn.Parameter]:
-        """What a step has updated that an error interrupted."""
-        return frozenset() if self._step is None else frozenset(self._step.versioned)
+    def conclude(self) -> frozenset[nn.Parameter]:
+        """Apply all that is pending, but for a step that an error interrupted: it stays as it is. What that has updated
+        is returned; its state has not been shown.
+        """
+        step, self._step = self._step, None
+        if step is not None:
+            self._forget(step)
+        self.settle()
+        parts = [] if step is None else step.pending
+        return frozenset(piece.managed.parameter for pending in parts for piece in pending.done)
 
 
 @_disable_dynamo

@@ -65,9 +65,23 @@ def daemon_spans(job: tiermem.Job) -> tuple[Span, ...]:
     return process.spans
 
 
-def test_two_steps_are_traced_in_trainer_and_daemon(tmp_path: Path) -> None:
+def test_a_deferred_update_is_traced_before_its_units_forward(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     with training(tmp_path) as (job, steps):
+        steps(2)
+        job.trace(file)
+        steps(1)
+    names = [e["name"] for e in Trace(file).of("units")]
+    first_update = {unit: next(i for i, n in enumerate(names) if n.startswith(f"update {unit}/")) for unit in BLOCKS}
+    assert all(first_update[unit] < names.index(f"forward {unit}") for unit in BLOCKS), names
+    assert names.index(f"forward {BLOCKS[0]}") < first_update[BLOCKS[1]], (
+        "all updates were done before the first forward"
+    )
+
+
+def test_two_steps_are_traced_in_trainer_and_daemon(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    with training(tmp_path, deferred=False) as (job, steps):
         steps(1)
         job.trace(file, steps=2)
         steps(1)

@@ -33,6 +33,7 @@ class NoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOTICE_KIND_COMPILED_ACROSS_UNITS: _ClassVar[NoticeKind]
     NOTICE_KIND_COMPILE_UNSEEN: _ClassVar[NoticeKind]
     NOTICE_KIND_PAGEABLE_COPIES: _ClassVar[NoticeKind]
+    NOTICE_KIND_UPDATE_BARRIER: _ClassVar[NoticeKind]
 
 class DeviceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -65,6 +66,7 @@ NOTICE_KIND_FILE_CHANGED: NoticeKind
 NOTICE_KIND_COMPILED_ACROSS_UNITS: NoticeKind
 NOTICE_KIND_COMPILE_UNSEEN: NoticeKind
 NOTICE_KIND_PAGEABLE_COPIES: NoticeKind
+NOTICE_KIND_UPDATE_BARRIER: NoticeKind
 DEVICE_KIND_UNSPECIFIED: DeviceKind
 DEVICE_KIND_EMULATED: DeviceKind
 DEVICE_KIND_CUDA: DeviceKind
