@@ -78,7 +78,18 @@ def call_cost_s(calls: int = 20_000) -> float:
 
 def instrument(parts: Parts) -> None:
     """Put clocks around what hooks and the optimizer's step call. Before `attach`, which keeps bound methods."""
-    from tiermem_client import grads, guard, pieces, residency, saved_tensors, shadow, shown_state, unit_hooks, updates
+    from tiermem_client import (
+        grad_handles,
+        grads,
+        guard,
+        pieces,
+        residency,
+        saved_tensors,
+        shadow,
+        shown_state,
+        unit_hooks,
+        updates,
+    )
 
     def clock(owner: Any, name: str, part: str, wrap: Callable[[Any], Any] = lambda call: call) -> None:
         raw = owner.__dict__[name]
@@ -102,10 +113,10 @@ def instrument(parts: Parts) -> None:
     _clock_pack(parts, saved_tensors.SavedTensorHooks)
     clock(grads._Accumulated, "__call__", "gradient")
     clock(grads, "_copy", "copy")
-    clock(grads.GradHandle, "__new__", "new handle", staticmethod)
-    clock(grads.GradHandle, "__init__", "finalizer")
-    clock(grads.GradHandle, "__torch_dispatch__", "operation on a handle", classmethod)
-    clock(grads._Drop, "__call__", "handle dropped")
+    clock(grad_handles.GradHandle, "__new__", "new handle", staticmethod)
+    clock(grad_handles.GradHandle, "__init__", "finalizer")
+    clock(grad_handles.GradHandle, "__torch_dispatch__", "operation on a handle", classmethod)
+    clock(grad_handles._Drop, "__call__", "handle dropped")
     clock(updates.Updater, "_before_step", "update")
     clock(updates.Updater, "_after_step", "put gradients back")
     clock(updates.Updater, "_prepare", "prepare")

@@ -12,7 +12,8 @@ from torch import nn
 
 from tiermem.bundle import Mode
 from tiermem.plan import Phase
-from tiermem_client.grads import GradBook, GradStore
+from tiermem_client.grad_slots import GradStore
+from tiermem_client.grads import GradBook
 from tiermem_client.memory import Bundle
 from tiermem_client.optimizer_state import StateStore
 from tiermem_client.pieces import of_tile

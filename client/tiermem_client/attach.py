@@ -25,13 +25,14 @@ from tiermem_client.compiled import Cuts, cuda_graph_refusals
 from tiermem_client.devices import DeviceChoice, memory_for, parse_device
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.file_backed import FileSources
-from tiermem_client.floors import main_floor
-from tiermem_client.grads import GradBook, GradHandle
+from tiermem_client.floors import choose_floor
+from tiermem_client.grad_handles import GradHandle
+from tiermem_client.grads import GradBook
 from tiermem_client.guard import GuardBook
 from tiermem_client.heap import map_large_blocks, trim_heap, unmap_large_blocks
 from tiermem_client.integrations import resolve
 from tiermem_client.job import Job, close_all, remember
-from tiermem_client.memory import Bundle, Memory
+from tiermem_client.memory import Memory
 from tiermem_client.opening import open_session
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
@@ -247,31 +248,16 @@ def _build(
             job.book.prepare(group)
     if optimizer is not None:
         job.updater = Updater(optimizer, residency, job.book, [g for u in units for g in u.groups], forms)
-    floor = _floor(job, units, deferred)
+    floor, missing_frames = choose_floor(
+        units, job.book, job.updater, session.frames, session.opened.frame_bytes, deferred
+    )
+    if missing_frames:
+        more = format_size(missing_frames * session.opened.frame_bytes)
+        job.note(NoticeKind.UPDATE_BARRIER, f"update: inside step() (deferring it needs {more} more of DRAM)")
     residency.memory.check_floor(floor)
     residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
     if not residency.keeps_idle and map_large_blocks():
         job.undo.append(unmap_large_blocks)
-
-
-def _floor(job: Job, units: list[Unit], deferred: bool) -> list[Bundle]:
-    """What must fit at once. Updates are deferred where that fits which they then need."""
-    frame_bytes, frames = job.residency.session.opened.frame_bytes, job.residency.session.frames
-
-    def frames_for(nbytes: int) -> int:
-        return max(1, -(-nbytes // frame_bytes))
-
-    least = main_floor(units, job.book, job.updater, frames_for)
-    if job.updater is None or not deferred:
-        return least
-    floor = main_floor(units, job.book, job.updater, frames_for, deferred=True)
-    needed = sum(frames_for(bundle.spec.nbytes) for bundle in floor)
-    if needed > frames:
-        more = format_size((needed - frames) * frame_bytes)
-        job.note(NoticeKind.UPDATE_BARRIER, f"update: inside step() (deferring it needs {more} more of DRAM)")
-        return least
-    job.updater.deferred = True
-    return floor
 
 
 def _parameters_used(module: nn.Module, unit: Unit, hooked: set[nn.Module]) -> list[nn.Parameter]:

@@ -14,6 +14,28 @@ from tiermem_client.units import Unit
 from tiermem_client.updates import Updater
 
 
+def choose_floor(
+    units: Iterable[Unit], book: GradBook, updater: Updater | None, frames: int, frame_bytes: int, deferred: bool
+) -> tuple[list[Bundle], int]:
+    """The floor of an arena of `frames`, and the frames that are missing for deferred updates. Updates are deferred
+    where they are wanted and nothing is missing.
+    """
+
+    def frames_for(nbytes: int) -> int:
+        return max(1, -(-nbytes // frame_bytes))
+
+    units = list(units)
+    least = main_floor(units, book, updater, frames_for)
+    if updater is None or not deferred:
+        return least, 0
+    floor = main_floor(units, book, updater, frames_for, deferred=True)
+    missing = sum(frames_for(bundle.spec.nbytes) for bundle in floor) - frames
+    if missing > 0:
+        return least, missing
+    updater.deferred = True
+    return floor, 0
+
+
 def main_floor(
     units: Iterable[Unit],
     book: GradBook,

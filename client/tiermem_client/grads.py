@@ -1,7 +1,7 @@
-"""Gradients that live in the store: `p.grad` is a handle, a tensor without bytes, and every operation on it streams the
-real ones.
+"""Gradients that live in the store: `p.grad` is a handle (`grad_handles`), a *slot* one parameter's place in its
+group's GRAD bundles (`grad_slots`).
 
-A *slot* is one parameter's place in its group's GRAD bundles. Zeroing a handle does no I/O: the slot is marked zero,
+Zeroing a handle does no I/O: the slot is marked zero,
 and bundles whose slots are all zero or dropped are discarded. Bundles stay leased while operations stay in one group (a
 hundred `add_` of one block are one lease) and are committed when another group is touched.
 """
@@ -9,64 +9,22 @@ hundred `add_` of one block are one lease) and are committed when another group 
 from __future__ import annotations
 
 import ctypes
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from tiermem.bundle import Kind, Mode, TensorSpec
-from tiermem.errors import TiermemError, Unsupported
+from tiermem.errors import Unsupported
 from tiermem.layout import TENSOR_ALIGN_BYTES
 from tiermem.plan import Phase
 from tiermem.units import round_up
+from tiermem_client.grad_handles import GradHandle
+from tiermem_client.grad_slots import GradSlot, GradStore
 from tiermem_client.hook_objects import LeavesNoCopy
-from tiermem_client.memory import Bundle
 from tiermem_client.residency import Residency
-from tiermem_client.storage_swap import alias
 from tiermem_client.units import Group, ManagedParameter, ManagedStorage
-
-
-@dataclass(slots=True, eq=False)
-class GradSlot:
-    """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies
-    there; `generation`: how often it was zeroed or dropped.
-    """
-
-    store: GradStore
-    managed: ManagedParameter
-    offset_bytes: int
-    nbytes: int
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    owners: int = 0
-    zero: bool = True
-    generation: int = 0
-    _real: torch.Tensor | None = field(default=None, repr=False)
-
-    @property
-    def real(self) -> torch.Tensor:
-        """The tensor over the slot's bytes, one for life; valid while the group's bundles are leased."""
-        if self._real is None:
-            place, shape = self.store.bundles[0].range, self.managed.shape
-            address = place.address + self.offset_bytes
-            self._real = alias(address, self.nbytes, self.dtype, shape, self.stride, device=place.device)
-        return self._real
-
-
-@dataclass(slots=True, eq=False)
-class GradStore:
-    """The GRAD bundles of one group: one, or a tile for each PARAM tile."""
-
-    group: Group
-    bundles: list[Bundle]
-    slots: dict[torch.nn.Parameter, GradSlot]
-
-    @property
-    def stored(self) -> bool:
-        return self.bundles[0].stored
 
 
 @dataclass(slots=True, eq=False)
@@ -272,63 +230,6 @@ def _dense_stride(member: ManagedParameter) -> tuple[int, ...]:
     return tuple(torch.empty(parameter.shape, device="meta").stride())
 
 
-class GradHandle(torch.Tensor):
-    """What `p.grad` is while the gradient lives in the store: shape, dtype and device of the real one, no bytes.
-
-    Every operation leases the bytes, runs on the real tensor and is done with it; lists (`_foreach`) go one element at
-    a time, so memory stays bounded. A handle that dies frees its gradient.
-    """
-
-    _book: GradBook
-    slot: GradSlot
-
-    @staticmethod
-    def __new__(cls, book: GradBook, slot: GradSlot) -> GradHandle:
-
-        device = slot.managed.parameter.device
-        return torch.Tensor._make_wrapper_subclass(
-            cls, slot.managed.shape, strides=slot.stride, dtype=slot.dtype, device=device
-        )
-
-    def __init__(self, book: GradBook, slot: GradSlot) -> None:
-        self._book, self.slot = book, slot
-        slot.owners += 1
-        weakref.finalize(self, book.residency.later, _Drop(book, slot)).atexit = False
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"GradHandle({self.read().clone()!r})"
-
-    def read(self) -> torch.Tensor:
-        """The real gradient, for reading until another group's gradient is touched."""
-        return self._book.readable(self.slot)
-
-    def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
-        return self.read().clone().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.read().clone()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
-        if name == "aten::detach":
-            return GradHandle(args[0]._book, args[0].slot)
-        if name in ("aten::zero_", "aten::_foreach_zero_"):
-            for handle in pytree.tree_leaves(args[0]):
-                if isinstance(handle, GradHandle):
-                    handle._book.zero(handle.slot)
-                else:
-                    handle.zero_()
-            return args[0] if name == "aten::zero_" else None
-        if name.startswith(("aten::_foreach", "aten::_amp_foreach")):
-            return _one_by_one(func, args, kwargs)
-        return _run(func, args, kwargs)
-
-
 @dataclass(slots=True, frozen=True)
 class _Accumulated(LeavesNoCopy):
     """The hook of one parameter: autograd has made or added a gradient."""
@@ -341,88 +242,3 @@ class _Accumulated(LeavesNoCopy):
             grad = parameter.grad
             if grad is not None and type(grad) is not GradHandle:
                 parameter.grad = self.book.put(self.managed, grad)
-
-
-@dataclass(slots=True, frozen=True)
-class _Drop:
-    book: GradBook
-    slot: GradSlot
-
-    def __call__(self) -> None:
-        self.book.drop(self.slot)
-
-
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """One operation on real tensors, under the client lock; what the schema says is written is committed with its
-    group.
-    """
-    book = next(h._book for h in pytree.tree_leaves((args, kwargs)) if isinstance(h, GradHandle))
-    with book.residency.session.lock:
-        return _run_locked(func, args, kwargs)
-
-
-def _run_locked(func: Any, args: Any, kwargs: Any) -> Any:
-    schema = func._schema.arguments
-    written = {
-        id(h)
-        for i, a in enumerate(args)
-        if schema[i].alias_info is not None and schema[i].alias_info.is_write
-        for h in pytree.tree_leaves(a)
-        if isinstance(h, GradHandle)
-    }
-    written |= {
-        id(h)
-        for a in schema
-        if a.name in kwargs and a.alias_info is not None and a.alias_info.is_write
-        for h in pytree.tree_leaves(kwargs[a.name])
-        if isinstance(h, GradHandle)
-    }
-    handles = {id(h): h for h in pytree.tree_leaves((args, kwargs)) if isinstance(h, GradHandle)}
-    stores = {h.slot.store for h in handles.values() if not h.slot.zero or id(h) in written}
-    if len({h.slot.store for h in handles.values() if id(h) in written}) > 1:
-        raise Unsupported(f"{func} writes gradients of several parameter groups at once; write them one after another")
-    real: dict[int, torch.Tensor] = {}
-    for key, handle in sorted(handles.items(), key=lambda item: item[0] in written):
-        if key in written:
-            real[key] = handle._book.writable(handle.slot)
-        else:  # only one group is leased at a time: an operand of another one is copied out first
-            tensor = handle._book.readable(handle.slot)
-            real[key] = tensor.clone() if len(stores) > 1 else tensor
-
-    def swap(leaf: Any) -> Any:
-        return real.get(id(leaf), leaf)
-
-    out = func(*pytree.tree_map(swap, list(args)), **pytree.tree_map(swap, dict(kwargs)))
-    back = {id(tensor): handles[key] for key, tensor in real.items()}
-    return pytree.tree_map(
-        lambda o: back.get(id(o), o) if isinstance(o, torch.Tensor) else o, _unaliased(out, real.values())
-    )
-
-
-def _unaliased(out: Any, real: Iterable[torch.Tensor]) -> Any:
-    """Views of a gradient would point at bytes that leave: hand out copies of them."""
-    storages = {t.untyped_storage()._cdata: id(t) for t in real}
-    same = {id(t) for t in real}
-
-    def own(tensor: Any) -> Any:
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in same and tensor.untyped_storage()._cdata in storages:
-            return tensor.clone()
-        return tensor
-
-    return pytree.tree_map(own, out)
-
-
-def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """A list operation element by element: bitwise the same, and one gradient is leased at a time."""
-    lists = [i for i, a in enumerate(args) if isinstance(a, list | tuple) and a and isinstance(a[0], torch.Tensor)]
-    if not lists:
-        raise TiermemError(f"{func} on gradients in an unknown form")
-    length = len(args[lists[0]])
-    outs = []
-    for j in range(length):
-        row = [
-            [a[j]] if i in lists or (isinstance(a, list | tuple) and len(a) == length) else a
-            for i, a in enumerate(args)
-        ]
-        outs.append(_run(func, row, kwargs))
-    return None if outs[0] is None else [o[0] for o in outs]

@@ -23,7 +23,8 @@ from tiermem.stats import LinkStats, TierStats
 from tiermem.trace import STEPS, Span
 from tiermem_client.address_space import AddressSpaceStats
 from tiermem_client.embedded import EmbeddedDaemon
-from tiermem_client.grads import GradBook, GradHandle
+from tiermem_client.grad_handles import GradHandle
+from tiermem_client.grads import GradBook
 from tiermem_client.memory import DeviceStats
 from tiermem_client.relocation import Relocation
 from tiermem_client.residency import Residency, ResidencyStats

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiermem_client.grads import GradSlot, GradStore
+from tiermem_client.grad_handles import GradHandle
+from tiermem_client.grad_slots import GradSlot, GradStore
 from tiermem_client.memory import Bundle
 from tiermem_client.pieces import GroupUpdate, Piece
 from tiermem_client.shadow import StepRecord
@@ -44,13 +46,14 @@ class Asked:
 
 @dataclass(slots=True, eq=False)
 class PendingUpdate:
-    """One group's part of a step. `done`: the pieces that have been updated, where an error came between. `thread`: who
-    applies it now (0: nobody).
+    """One group's part of a step. `bundles`: all that it stands on. `done`: the pieces that have been updated, where an
+    error came between. `thread`: who applies it now (0: nobody).
     """
 
     update: GroupUpdate
     record: StepRecord
     asked: dict[nn.Parameter, Asked] = field(repr=False)  # the text of a tensor reads bytes, which may not be here
+    bundles: tuple[Bundle, ...]
     done: set[Piece] = field(default_factory=set)
     thread: int = 0
     finished: bool = False
@@ -60,16 +63,34 @@ class PendingUpdate:
         return [piece for piece in self.update.pieces if piece.managed.parameter in self.asked]
 
     @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        return tuple(dict.fromkeys(piece.managed.parameter for piece in self.pieces))
-
-    @property
     def stores(self) -> list[GradStore]:
-        return list(dict.fromkeys(asked.slot.store for asked in self.asked.values()))
+        return _stores(self.asked)
 
-    def bundles(self) -> list[Bundle]:
-        grads = [bundle for store in self.stores for bundle in store.bundles]
-        return [*self.update.group.bundles, *grads, *self.update.store.bundles]
+    @classmethod
+    def of(cls, update: GroupUpdate, record: StepRecord, asked: dict[nn.Parameter, Asked]) -> PendingUpdate:
+        grads = [bundle for store in _stores(asked) for bundle in store.bundles]
+        return cls(update, record, asked, (*update.group.bundles, *grads, *update.store.bundles))
+
+
+def _stores(asked: dict[nn.Parameter, Asked]) -> list[GradStore]:
+    return list(dict.fromkeys(one.slot.store for one in asked.values()))
+
+
+@dataclass(slots=True)
+class StepInProgress:
+    """One `step()`, until it returns. `handles` are the gradients that it was begun with.
+
+    An error of the daemon interrupts a step between two transactions. Called again with the same gradients, `step()`
+    goes on with what is not done: nothing is updated twice.
+    """
+
+    pending: list[PendingUpdate]
+    handles: dict[nn.Parameter, weakref.ref[GradHandle]]
+
+    def goes_on_with(self, handles: dict[nn.Parameter, GradHandle]) -> bool:
+        return len(handles) == len(self.handles) and all(
+            p in self.handles and self.handles[p]() is h for p, h in handles.items()
+        )
 
 
 class SettlingState(defaultdict[nn.Parameter, dict[str, Any]]):

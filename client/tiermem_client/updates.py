@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,12 +29,13 @@ from tiermem.errors import Unsupported
 from tiermem.plan import Phase
 from tiermem.trace import STEPS, Span
 from tiermem_client.compiled import refuse_capture, stream_is_capturing
-from tiermem_client.grads import GradBook, GradHandle
+from tiermem_client.grad_handles import GradHandle
+from tiermem_client.grads import GradBook
 from tiermem_client.heap import large_blocks_mapped
 from tiermem_client.hook_order import OursFirst, OursLast
 from tiermem_client.memory import Bundle
 from tiermem_client.optimizer_state import StateStore, forms_of, is_large
-from tiermem_client.pending import Asked, PendingUpdate, SettlingState, is_watched
+from tiermem_client.pending import Asked, PendingUpdate, SettlingState, StepInProgress, is_watched
 from tiermem_client.pieces import GroupUpdate, Piece, of_tile, plan_update
 from tiermem_client.residency import Residency
 from tiermem_client.shadow import OptimizerForm, StepRecord, as_called_from_python, own_modes, shadow_step
@@ -47,23 +47,6 @@ _set_version: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 )
 
 _past_guards = torch._C.DisableTorchFunctionSubclass
-
-
-@dataclass(slots=True)
-class StepInProgress:
-    """One `step()`, until it returns. `handles` are the gradients that it was begun with.
-
-    An error of the daemon interrupts a step between two transactions. Called again with the same gradients, `step()`
-    goes on with what is not done: nothing is updated twice.
-    """
-
-    pending: list[PendingUpdate]
-    handles: dict[nn.Parameter, weakref.ref[GradHandle]]
-
-    def goes_on_with(self, handles: dict[nn.Parameter, GradHandle]) -> bool:
-        return len(handles) == len(self.handles) and all(
-            p in self.handles and self.handles[p]() is h for p, h in handles.items()
-        )
 
 
 class Updater:
@@ -182,10 +165,10 @@ class Updater:
         for update, parameters in mine.items():
             if parameters:
                 asked = {p: Asked.now(taken[p][0], taken[p][1].slot) for p in parameters}
-                parts.append(PendingUpdate(update, record, asked))
+                parts.append(PendingUpdate.of(update, record, asked))
         with self.residency.session.lock:
             for pending in parts:
-                self.residency.outdate(pending.bundles(), partial(self._apply, pending))
+                self.residency.outdate(pending.bundles, partial(self._apply, pending))
                 self._pending.update(dict.fromkeys(pending.asked, pending))
                 changed = tuple(pending.asked)
                 _set_version(changed, tuple(p._version + 1 for p in changed))
@@ -206,7 +189,7 @@ class Updater:
         state: Any = self.optimizer.state
         if not isinstance(state, SettlingState) or any(is_watched(state, piece) for piece in pending.pieces):
             return False
-        return all(bundle.holders == 0 for bundle in pending.bundles())
+        return all(bundle.holders == 0 for bundle in pending.bundles)
 
     def waiting(self) -> list[PendingUpdate]:
         """What is pending now."""
@@ -270,7 +253,7 @@ class Updater:
     def _end(self, pending: PendingUpdate) -> None:
         with self.residency.session.lock:
             pending.finished = True
-            self.residency.updated(pending.bundles())
+            self.residency.updated(pending.bundles)
             for parameter in pending.asked:
                 del self._pending[parameter]
             for store in pending.stores:

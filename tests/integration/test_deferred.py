@@ -20,7 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiermem
 from tests.integration.daemon_process import Daemon, serve
 from tests.integration.scripts import BlockModel, Script, begin, compare, managed, run
+from tiermem.notices import NoticeKind
 from tiermem.units import MIB
+from tiermem_client import attach as attach_module
+from tiermem_client.floors import choose_floor
 
 DRAM = 2 * MIB  # a third of the state
 WITH_ROOM = "16MiB"
@@ -359,6 +362,40 @@ def test_deferred_false_updates_inside_step(daemon: Daemon) -> None:
         assert waiting(job) == 0
     oracle = begin(script)
     oracle.steps(4)
+    assert compare(oracle.finish(), training.finish()) == []
+
+
+def test_where_an_update_does_not_fit_beside_the_units_around_it_is_done_inside_step(daemon: Daemon) -> None:
+    training = begin(blocks())
+    with managed(training, endpoint=daemon.endpoint) as job:
+        updater, frame_bytes = job.updater, job.residency.session.opened.frame_bytes
+        assert updater is not None and updater.deferred
+        units = list(dict.fromkeys(update.group.owner for update in updater.updates))
+        floor, missing = choose_floor(units, job.book, updater, 1 << 20, frame_bytes, True)
+        needed = sum(max(1, -(-bundle.spec.nbytes // frame_bytes)) for bundle in floor)
+        assert missing == 0
+        updater.deferred = False
+        _, missing = choose_floor(units, job.book, updater, needed - 1, frame_bytes, True)
+        assert (missing, updater.deferred) == (1, False)
+        training.steps(2)
+        assert waiting(job) == 0
+
+
+def test_that_nothing_is_deferred_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_room(units: Any, book: Any, updater: Any, frames: int, frame_bytes: int, deferred: bool) -> Any:
+        return choose_floor(units, book, updater, frames, frame_bytes, False)[0], 3
+
+    monkeypatch.setattr(attach_module, "choose_floor", without_room)
+    training = begin(blocks())
+    with managed(training, endpoint=daemon.endpoint) as job:
+        training.steps(2)
+        [told] = job.stats().fallbacks
+        assert "inside step()" in told
+        assert "more of DRAM" in told
+        job.flush()
+        assert daemon.stats().jobs[0].notices[NoticeKind.UPDATE_BARRIER] == 1
+    oracle = begin(blocks())
+    oracle.steps(2)
     assert compare(oracle.finish(), training.finish()) == []
 
 

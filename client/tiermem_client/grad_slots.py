@@ -1,0 +1,51 @@
+"""Where gradients lie: one slot for each parameter in the GRAD bundles of its group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tiermem_client.memory import Bundle
+from tiermem_client.storage_swap import alias
+from tiermem_client.units import Group, ManagedParameter
+
+
+@dataclass(slots=True, eq=False)
+class GradSlot:
+    """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies
+    there; `generation`: how often it was zeroed or dropped.
+    """
+
+    store: GradStore
+    managed: ManagedParameter
+    offset_bytes: int
+    nbytes: int
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    owners: int = 0
+    zero: bool = True
+    generation: int = 0
+    _real: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def real(self) -> torch.Tensor:
+        """The tensor over the slot's bytes, one for life; valid while the group's bundles are leased."""
+        if self._real is None:
+            place, shape = self.store.bundles[0].range, self.managed.shape
+            address = place.address + self.offset_bytes
+            self._real = alias(address, self.nbytes, self.dtype, shape, self.stride, device=place.device)
+        return self._real
+
+
+@dataclass(slots=True, eq=False)
+class GradStore:
+    """The GRAD bundles of one group: one, or a tile for each PARAM tile."""
+
+    group: Group
+    bundles: list[Bundle]
+    slots: dict[torch.nn.Parameter, GradSlot]
+
+    @property
+    def stored(self) -> bool:
+        return self.bundles[0].stored
