@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_pinned_is_told(
         (told,) = job.stats().fallbacks
         assert "pageable" in told and "CUDA_ERROR_OUT_OF_MEMORY" in told
         job.flush()
-        (row,) = daemon.stats().jobs
+        [row] = [row for row in daemon.stats().jobs if row.job == job.name]
         assert row.notices[NoticeKind.PAGEABLE_COPIES] == 1
 
 

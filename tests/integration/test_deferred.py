@@ -393,7 +393,8 @@ def test_that_nothing_is_deferred_is_told(daemon: Daemon, monkeypatch: pytest.Mo
         assert "inside step()" in told
         assert "more of DRAM" in told
         job.flush()
-        assert daemon.stats().jobs[0].notices[NoticeKind.UPDATE_BARRIER] == 1
+        [row] = [row for row in daemon.stats().jobs if row.job == job.name]
+        assert row.notices[NoticeKind.UPDATE_BARRIER] == 1
     oracle = begin(blocks())
     oracle.steps(2)
     assert compare(oracle.finish(), training.finish()) == []
