@@ -48,12 +48,11 @@ def train(
 ) -> tuple[list[float], list[float]]:
     """The loop, which knows nothing of tiermem. Returns the loss and the seconds of every step."""
     losses, step_s = [], []
-    device = next(model.parameters()).device
     for step in range(args.steps):
         started_s = time.perf_counter()
         total = 0.0
         for _ in range(args.microbatches):
-            batch = next(batches).to(device)
+            batch = next(batches)
             loss = model(input_ids=batch, labels=batch).loss / args.microbatches
             loss.backward()
             total += loss.item()
@@ -88,7 +87,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     baseline_bytes = process_memory().anonymous_bytes
     with PeakAnonymous() as peak, progress(args, job) as after_step:
-        losses, step_s = train(model, optimizer, shuffled(tokens, args), args, after_step)
+        device = next(model.parameters()).device
+        batches = (batch.to(device) for batch in shuffled(tokens, args))
+        losses, step_s = train(model, optimizer, batches, args, after_step)
 
     say("hashing the weights ...")
     result = {
