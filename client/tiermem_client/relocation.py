@@ -19,7 +19,7 @@ class Relocation:
 
     device: torch.device
     storages: dict[int, ManagedStorage]
-    _went: bool = False
+    _went: set[nn.Parameter] = field(default_factory=set, repr=False)
     _moved: list[ManagedStorage] = field(default_factory=list)
     _buffers: list[tuple[nn.Module, str, torch.Tensor]] = field(default_factory=list)
 
@@ -28,27 +28,31 @@ class Relocation:
         stay where they were (`ManagedStorage.host`).
         """
         for storage in list(self.storages.values()):
-            if self._is_there(storage):
+            if self._is_there(storage.storage.device):
                 continue
             elsewhere = leave_host(storage.storage, storage.tensors, self.device)
             storage.host, storage.storage = storage.storage, elsewhere
             self._moved.append(storage)
-        self._went = bool(self._moved)
-        if self._went:
+            self._went.update(storage.tensors)
+        if self._moved:
             table = {storage_key(s.parameters[0].parameter) or 0: s for s in self.storages.values()}
             self.storages.clear()
             self.storages.update(table)
             self._move_buffers(model)
 
-    def _is_there(self, storage: ManagedStorage) -> bool:
-        return storage.storage.device.type == self.device.type
+    def _is_there(self, device: torch.device) -> bool:
+        return device.type == self.device.type
 
     def _move_buffers(self, model: nn.Module) -> None:
+        there: dict[torch.Tensor, torch.Tensor] = {}  # one that several modules share stays one
         for module in model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.device:
-                    self._buffers.append((module, name, buffer))
-                    module._buffers[name] = buffer.to(self.device)
+                if buffer is None or self._is_there(buffer.device):
+                    continue
+                self._buffers.append((module, name, buffer))
+                if buffer not in there:
+                    there[buffer] = buffer.to(self.device, copy=True)
+                module._buffers[name] = there[buffer]
 
     def fetch(self, storage: ManagedStorage) -> bool:
         """Bring a storage that moved back to host memory; its bytes are readable now. False for one that did not."""
@@ -71,14 +75,10 @@ class Relocation:
             current = module._buffers.get(name)
             if current is not None and current.shape == original.shape:
                 module._buffers[name] = original.copy_(current)
-        if optimizer is not None and self._went:
-            _follow_parameters(optimizer)
+        if optimizer is not None:
+            for parameter in self._went.intersection(optimizer.state):
+                state = optimizer.state[parameter]
+                state.update({k: v.to("cpu") for k, v in state.items() if isinstance(v, torch.Tensor)})
+        self._went.clear()
         self._moved.clear()
         self._buffers.clear()
-
-
-def _follow_parameters(optimizer: torch.optim.Optimizer) -> None:
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1:
-                state[key] = value.to(parameter.device)

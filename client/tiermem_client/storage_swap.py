@@ -59,7 +59,8 @@ def rehome(
         raise InvalidArgument(f"address {address:#x} is not a multiple of {TENSOR_ALIGN_BYTES}")
     if nbytes:
         there = alias(address, nbytes, torch.uint8, (nbytes,), device=storage.device)
-        _switch(storage, there.untyped_storage(), tensors, mechanism, (source or storage) if copy else None)
+        bytes_now = storage if source is None else source
+        _switch(storage, there.untyped_storage(), tensors, mechanism, bytes_now if copy else None)
 
 
 def evacuate(

@@ -84,7 +84,7 @@ class ManagedStorage:
     @property
     def origin(self) -> torch.UntypedStorage:
         """Where its bytes are before they are in the store."""
-        return self.host or self.storage
+        return self.storage if self.host is None else self.host
 
     @property
     def file(self) -> int | None:

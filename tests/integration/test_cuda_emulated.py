@@ -52,7 +52,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeDriver]]:
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is made in host memory, and the device is elsewhere."""
-    monkeypatch.setattr(Relocation, "_is_there", lambda self, storage: False)
+    monkeypatch.setattr(Relocation, "_is_there", lambda self, device: False)
 
 
 def blocks(dram: int, device: int) -> Script:
@@ -88,6 +88,8 @@ def test_a_model_from_host_memory_goes_and_comes_back(
 
 
 def test_buffers_go_and_come_back_with_their_values(daemon: Daemon, drivers: list[FakeDriver], moves: None) -> None:
+    """One that two modules share stays one."""
+
     class Counting(torch.nn.Module):
         seen: torch.Tensor
 
@@ -95,15 +97,22 @@ def test_buffers_go_and_come_back_with_their_values(daemon: Daemon, drivers: lis
             super().__init__()
             self.register_buffer("seen", torch.zeros(3))
             self.body = torch.nn.Linear(3, 3)
+            self.body.register_buffer("shared", self.seen)
 
         def forward(self, x: torch.Tensor) -> Any:
             self.seen += 1
             return self.body(x)
 
     model = Counting()
+    before = model.seen
     with tiermem.attach(model, dram=LARGE, endpoint=daemon.endpoint, device=f"cuda:0:{SMALL}"):
+        assert model.seen is not before
+        assert model.body.shared is model.seen
         model(torch.ones(3))
-    assert model.seen.tolist() == [1.0, 1.0, 1.0]
+        assert before.tolist() == [0.0, 0.0, 0.0], "it was computed with in host memory"
+    assert model.seen is before
+    assert model.body.shared is before
+    assert before.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_an_attach_that_fails_leaves_everything_where_it_was(
