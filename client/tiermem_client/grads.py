@@ -1,9 +1,9 @@
 """Gradients that live in the store: `p.grad` is a handle (`grad_handles`), a *slot* one parameter's place in its
 group's GRAD bundles (`grad_slots`).
 
-Zeroing a handle does no I/O: the slot is marked zero,
-and bundles whose slots are all zero or dropped are discarded. Bundles stay leased while operations stay in one group (a
-hundred `add_` of one block are one lease) and are committed when another group is touched.
+Zeroing a handle does no I/O: the slot is marked zero, and bundles whose slots are all zero or dropped are discarded.
+Bundles stay leased while operations stay in one group (a hundred `add_` of one block are one lease) and are committed
+when another group is touched.
 """
 
 from __future__ import annotations

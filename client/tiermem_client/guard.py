@@ -256,7 +256,7 @@ def _keep_while_alive(residency: Residency, bundles: list[Bundle], out: Any) -> 
     def let_go() -> None:
         _take_changes(residency, [bundle for bundle in bundles if not bundle.writable], False)  # committed meanwhile
         for bundle in bundles:
-            bundle.written = bundle.writable
+            bundle.written = True
         residency.release(bundles)
 
     try:
