@@ -248,14 +248,14 @@ def _build(
             job.book.prepare(group)
     if optimizer is not None:
         job.updater = Updater(optimizer, residency, job.book, [g for u in units for g in u.groups], forms)
-    floor, missing_frames = choose_floor(
-        units, job.book, job.updater, session.frames, session.opened.frame_bytes, deferred
-    )
-    if missing_frames:
-        more = format_size(missing_frames * session.opened.frame_bytes)
-        job.note(NoticeKind.UPDATE_BARRIER, f"update: inside step() (deferring it needs {more} more of DRAM)")
-    residency.memory.check_floor(floor)
-    residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor])
+    floor = choose_floor(units, job.book, job.updater, residency, deferred)
+    if job.updater is not None:
+        job.updater.deferred = floor.deferred
+    if floor.missing_bytes:
+        more = format_size(floor.missing_bytes)
+        job.note(NoticeKind.UPDATE_BARRIER, f"update: inside step() (deferring it needs {more} more of {floor.tier})")
+    residency.memory.check_floor(floor.bundles)
+    residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor.bundles])
     if not residency.keeps_idle and map_large_blocks():
         job.undo.append(unmap_large_blocks)
 
@@ -348,7 +348,7 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
         job.book,
         lambda unit: _enter(unit, guards, job.book),
         lambda unit: guards.shut(unit.used),
-        Cuts(lambda text: _inexact(job, text)),
+        Cuts(lambda text: _tell(job, NoticeKind.COMPILED_ACROSS_UNITS, text)),
     )
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
@@ -357,6 +357,7 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     if optimizer is not None and job.updater is not None:
         job.undo.append(job.updater.install())
         job.undo.append(OptimizerCheckpoints(job.residency, job.updater, copies).install(optimizer))
+        job.updater.on_barrier = lambda text: _tell(job, NoticeKind.UPDATE_BARRIER, text)
         job.updater.shown.on_state = guards.cover
         job.updater.shown.show_all()
     for storage in job.storages.values():
@@ -366,8 +367,8 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     job.undo.append(guards.uncover_all)
 
 
-def _inexact(job: Job, text: str) -> None:
-    job.note(NoticeKind.COMPILED_ACROSS_UNITS, text)
+def _tell(job: Job, kind: NoticeKind, text: str) -> None:
+    job.note(kind, text)
     job.report()
 
 

@@ -115,9 +115,12 @@ class DeviceMemory:
         if self._cache.get(key) is not None:
             self._drop(bundle)
 
+    def missing_bytes(self, together: Sequence[Bundle]) -> int:
+        return max(0, sum(map(self._frames, together)) - self._cache.frames) * self.frame_bytes
+
     def check_floor(self, together: Sequence[Bundle]) -> None:
         frames = sum(map(self._frames, together))
-        if frames > self._cache.frames:
+        if self.missing_bytes(together):
             names = ", ".join(sorted({bundle.spec.unit for bundle in together}))
             wanted, there_is = (format_size(n * self.frame_bytes) for n in (frames, self._cache.frames))
             raise ResourceExhausted(

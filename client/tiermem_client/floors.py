@@ -5,21 +5,33 @@ hold-and-wait).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torch import nn
 
 from tiermem_client.grads import GradBook
 from tiermem_client.memory import Bundle
+from tiermem_client.residency import Residency
 from tiermem_client.units import Unit
 from tiermem_client.updates import Updater
 
 
-def choose_floor(
-    units: Iterable[Unit], book: GradBook, updater: Updater | None, frames: int, frame_bytes: int, deferred: bool
-) -> tuple[list[Bundle], int]:
-    """The floor of an arena of `frames`, and the frames that are missing for deferred updates. Updates are deferred
-    where they are wanted and nothing is missing.
+class Floor(NamedTuple):
+    """What has to fit at once, and whether it lets updates be deferred; if they were to be and are not, the bytes that
+    are missing for it, and in which tier.
     """
+
+    bundles: list[Bundle]
+    deferred: bool = False
+    missing_bytes: int = 0
+    tier: str = "DRAM"
+
+
+def choose_floor(
+    units: Iterable[Unit], book: GradBook, updater: Updater | None, residency: Residency, deferred: bool
+) -> Floor:
+    """With deferred updates, where they are wanted and what they need fits into DRAM and the device; else the least."""
+    frame_bytes = residency.session.opened.frame_bytes
 
     def frames_for(nbytes: int) -> int:
         return max(1, -(-nbytes // frame_bytes))
@@ -27,13 +39,14 @@ def choose_floor(
     units = list(units)
     least = main_floor(units, book, updater, frames_for)
     if updater is None or not deferred:
-        return least, 0
+        return Floor(least)
     floor = main_floor(units, book, updater, frames_for, deferred=True)
-    missing = sum(frames_for(bundle.spec.nbytes) for bundle in floor) - frames
+    missing = sum(frames_for(bundle.spec.nbytes) for bundle in floor) - residency.session.frames
     if missing > 0:
-        return least, missing
-    updater.deferred = True
-    return floor, 0
+        return Floor(least, missing_bytes=missing * frame_bytes)
+    if on_device := residency.memory.missing_bytes(floor):
+        return Floor(least, missing_bytes=on_device, tier="the device")
+    return Floor(floor, deferred=True)
 
 
 def main_floor(

@@ -129,6 +129,9 @@ class Memory(Protocol):
     def forget(self, bundle: Bundle) -> None:
         """Its bytes mean nothing any more; nobody holds it."""
 
+    def missing_bytes(self, together: Sequence[Bundle]) -> int:
+        """How much more memory these would need to fit in together, beside DRAM; 0 where they do."""
+
     def check_floor(self, together: Sequence[Bundle]) -> None:
         """Raise ResourceExhausted where these do not fit together."""
 
@@ -180,6 +183,9 @@ class HostMemory:
 
     def forget(self, bundle: Bundle) -> None:
         pass
+
+    def missing_bytes(self, together: Sequence[Bundle]) -> int:
+        return 0
 
     def check_floor(self, together: Sequence[Bundle]) -> None:
         pass  # the daemon checks it at admission

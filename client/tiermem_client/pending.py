@@ -112,6 +112,14 @@ class SettlingState(defaultdict[nn.Parameter, dict[str, Any]]):
         self._settle(parameter)
         return super().pop(parameter, *default)
 
+    def popitem(self) -> Any:
+        self._settle(None)
+        return super().popitem()
+
+    def setdefault(self, parameter: nn.Parameter, default: Any = None) -> Any:
+        self._settle(parameter)
+        return super().setdefault(parameter, default)
+
     def __iter__(self) -> Iterator[nn.Parameter]:
         self._settle(None)
         return super().__iter__()
@@ -148,6 +156,8 @@ def is_watched(state: SettlingState, piece: Piece) -> bool:
     old values there until the update is applied. A tensor in the store is guarded, and may be held.
     """
     parameter = piece.managed.parameter
+    if parameter not in state:  # nothing is kept for it
+        return False
     if _references(state, parameter) > _ONE_HOLDER:
         return True
     loose = [key for key, value in piece.state.items() if isinstance(value, torch.Tensor) and key not in piece.stored]

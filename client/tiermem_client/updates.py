@@ -69,12 +69,14 @@ class Updater:
         self.steps = 0
         self.deferred = False
         self.on_step: Callable[[], None] = lambda: None
+        self.on_barrier: Callable[[str], None] = lambda text: None  # called once
         self._began_s = 0.0
         self.capturing: Callable[[], bool] = stream_is_capturing
         self._taken: list[tuple[nn.Parameter, GradHandle]] = []
         self._step: StepInProgress | None = None
         self._pending: dict[nn.Parameter, PendingUpdate] = {}  # changed under the client lock
         self._updated: set[GroupUpdate] = set()
+        self._barrier_told = False
 
     def _plan(self, group: Group, forms: dict[nn.Parameter, OptimizerForm]) -> GroupUpdate:
         store, mine = StateStore(group), {m.parameter for m in group.parameters}
@@ -186,10 +188,22 @@ class Updater:
             return False
         if pending.update not in self._updated:  # what state there will be, and in which order, is not known
             return False
+        who = self._who_could_tell(pending)
+        if who and not self._barrier_told:
+            self._barrier_told = True
+            self.on_barrier(f"update: of {pending.update.group.unit!r} (at least) inside step(), as {who}")
+        return not who
+
+    def _who_could_tell(self, pending: PendingUpdate) -> str:
+        """What of the script's would show that a group is not updated yet; empty where nothing would."""
         state: Any = self.optimizer.state
-        if not isinstance(state, SettlingState) or any(is_watched(state, piece) for piece in pending.pieces):
-            return False
-        return all(bundle.holders == 0 for bundle in pending.bundles)
+        if not isinstance(state, SettlingState):
+            return "optimizer.state was replaced"
+        if any(is_watched(state, piece) for piece in pending.pieces):
+            return "the script keeps an entry of optimizer.state, or a tensor in it"
+        if any(bundle.holders for bundle in pending.bundles):
+            return "the script keeps an array or a storage of its tensors"
+        return ""
 
     def waiting(self) -> list[PendingUpdate]:
         """What is pending now."""

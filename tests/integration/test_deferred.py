@@ -20,10 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiermem
 from tests.integration.daemon_process import Daemon, serve
 from tests.integration.scripts import BlockModel, Script, begin, compare, managed, run
+from tiermem.bundle import Kind
 from tiermem.notices import NoticeKind
 from tiermem.units import MIB
 from tiermem_client import attach as attach_module
-from tiermem_client.floors import choose_floor
+from tiermem_client.device_memory import DeviceMemory
+from tiermem_client.floors import Floor, choose_floor
 
 DRAM = 2 * MIB  # a third of the state
 WITH_ROOM = "16MiB"
@@ -274,6 +276,30 @@ def test_a_tensor_as_learning_rate_may_change_in_place(daemon: Daemon) -> None:
     equal(blocks(optimizer=make, between=change), daemon)
 
 
+def test_updates_without_state_wait_too(daemon: Daemon) -> None:
+    training = begin(blocks(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01)))
+    with managed(training, endpoint=daemon.endpoint) as job:
+        training.steps(2)
+        assert waiting(job) > 12
+    oracle = begin(blocks(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.01)))
+    oracle.steps(2)
+    assert compare(oracle.finish(), training.finish()) == []
+
+
+def test_what_keeps_a_group_from_waiting_is_told_once(daemon: Daemon) -> None:
+    training = begin(blocks())
+    with managed(training, endpoint=daemon.endpoint) as job:
+        training.steps(1)
+        kept = [training.optimizer.state[p] for p in list(training.model.parameters())[3:5]]
+        training.steps(2)
+        [told] = job.stats().fallbacks
+        assert "keeps an entry of optimizer.state" in told
+        assert job.updater is not None
+        groups = len(job.updater.updates)
+        assert groups - 2 <= waiting(job) < groups, "all others wait"
+        assert len(kept) == 2
+
+
 def test_who_holds_state_sees_every_step(daemon: Daemon) -> None:
     """An entry of `optimizer.state`, or a scalar in it, that the script kept."""
     held: dict[bool, list[Any]] = {}
@@ -368,22 +394,39 @@ def test_deferred_false_updates_inside_step(daemon: Daemon) -> None:
 def test_where_an_update_does_not_fit_beside_the_units_around_it_is_done_inside_step(daemon: Daemon) -> None:
     training = begin(blocks())
     with managed(training, endpoint=daemon.endpoint) as job:
-        updater, frame_bytes = job.updater, job.residency.session.opened.frame_bytes
+        updater, session = job.updater, job.residency.session
         assert updater is not None and updater.deferred
+        frame_bytes = session.opened.frame_bytes
         units = list(dict.fromkeys(update.group.owner for update in updater.updates))
-        floor, missing = choose_floor(units, job.book, updater, 1 << 20, frame_bytes, True)
-        needed = sum(max(1, -(-bundle.spec.nbytes // frame_bytes)) for bundle in floor)
-        assert missing == 0
-        updater.deferred = False
-        _, missing = choose_floor(units, job.book, updater, needed - 1, frame_bytes, True)
-        assert (missing, updater.deferred) == (1, False)
-        training.steps(2)
-        assert waiting(job) == 0
+        floor = choose_floor(units, job.book, updater, job.residency, True)
+        needed = sum(max(1, -(-bundle.spec.nbytes // frame_bytes)) for bundle in floor.bundles)
+        assert (floor.deferred, floor.missing_bytes) == (True, 0)
+        frames, session.frames = session.frames, needed - 1
+        floor = choose_floor(units, job.book, updater, job.residency, True)
+        session.frames = frames
+        assert (floor.deferred, floor.missing_bytes, floor.tier) == (False, frame_bytes, "DRAM")
+
+
+def test_a_device_too_small_for_deferring_still_trains(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused without need is a model that cannot be trained."""
+    real = DeviceMemory.missing_bytes
+
+    def missing(memory: DeviceMemory, together: Any) -> int:
+        return real(memory, together) or (4096 if any(b.spec.kind is Kind.OPTIM for b in together) else 0)
+
+    monkeypatch.setattr(DeviceMemory, "missing_bytes", missing)
+    monkeypatch.setattr(DeviceMemory, "check_floor", lambda memory, together: None)
+    script = blocks(attach_options={"device": f"emulated:{DRAM}"})
+    seen = run(script, attached=True, endpoint=daemon.endpoint)
+    assert compare(run(script, attached=False), seen) == []
+    assert seen.stats is not None
+    [told] = seen.stats.fallbacks
+    assert "4 KiB more of the device" in told
 
 
 def test_that_nothing_is_deferred_is_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_room(units: Any, book: Any, updater: Any, frames: int, frame_bytes: int, deferred: bool) -> Any:
-        return choose_floor(units, book, updater, frames, frame_bytes, False)[0], 3
+    def without_room(units: Any, book: Any, updater: Any, residency: Any, deferred: bool) -> Floor:
+        return Floor(choose_floor(units, book, updater, residency, False).bundles, missing_bytes=3)
 
     monkeypatch.setattr(attach_module, "choose_floor", without_room)
     training = begin(blocks())
