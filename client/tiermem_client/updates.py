@@ -75,7 +75,7 @@ class Updater:
         self._taken: list[tuple[nn.Parameter, GradHandle]] = []
         self._step: StepInProgress | None = None
         self._pending: dict[nn.Parameter, PendingUpdate] = {}  # changed under the client lock
-        self._updated: set[GroupUpdate] = set()
+        self._updated: set[nn.Parameter] = set()
         self._barrier_told = False
 
     def _plan(self, group: Group, forms: dict[nn.Parameter, OptimizerForm]) -> GroupUpdate:
@@ -186,7 +186,7 @@ class Updater:
         """Whether nobody could tell that the group is not updated yet."""
         if not self.deferred or self.residency.keeps_idle:
             return False
-        if pending.update not in self._updated:  # what state there will be, and in which order, is not known
+        if not self._updated.issuperset(pending.asked):  # what state there will be, and in which order, is not known
             return False
         who = self._who_could_tell(pending)
         if who and not self._barrier_told:
@@ -258,7 +258,7 @@ class Updater:
             with lock:
                 pending.thread = 0
                 lock.notify_all()
-        self._updated.add(pending.update)
+        self._updated.update(pending.asked)
         if self._step is None:  # it was deferred
             with _past_guards():
                 for parameter in pending.asked:

@@ -458,3 +458,23 @@ def test_a_groups_parameters_are_loaded_once_for_update_and_forward(tmp_path: Pa
     with serve(tmp_path, dram="64MiB", environ=environ) as served:
         deferred, barrier = read_bytes(served, True), read_bytes(served, False)
     assert deferred < 0.9 * barrier
+
+
+def test_state_comes_to_be_in_the_optimizers_order(daemon: Daemon) -> None:
+    """Also where a parameter is used, and updated, for the first time long after others of its group."""
+
+    class Late(BlockModel):
+        calls = 0
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            h = self.embed(tokens)
+            block: Any
+            for number, block in enumerate(self.blocks):
+                h = block(h) if (number + self.calls) % 3 else h + block.norm(h)
+            return self.head(h)  # type: ignore[no-any-return]
+
+    def make() -> nn.Module:
+        return Late(width=64, blocks=12)
+
+    equal(dataclasses.replace(blocks(steps=5), model=make), daemon)
