@@ -360,6 +360,7 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
         job.updater.on_barrier = lambda text: _tell(job, NoticeKind.UPDATE_BARRIER, text)
         job.updater.shown.on_state = guards.cover
         job.updater.shown.show_all()
+        job.undo.append(job.updater.shown.unguarded)
     for storage in job.storages.values():
         assert storage.group is not None
         for managed in storage.parameters:

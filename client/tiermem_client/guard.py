@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
@@ -72,9 +73,10 @@ class _Place:
 
     book: GuardBook
     bundles: tuple[Bundle, ...]
+    storage: StorageWeakRef  # a key is an address: while this is held, no other storage can get it
 
 
-_places: dict[int, _Place] = {}  # by storage key; a storage in it is kept alive by its job
+_places: dict[int, _Place] = {}  # by storage key
 
 
 class GuardBook:
@@ -85,6 +87,8 @@ class GuardBook:
         self._keys: set[int] = set()
         self._open: dict[_T, int] = {}  # managed tensors whose unit runs, with how many units run that use them
         self._guarded: weakref.WeakSet[_T] = weakref.WeakSet()
+        for key in [key for key, place in _places.items() if place.storage.expired()]:  # of jobs that were closed
+            del _places[key]
 
     def cover(self, tensor: _T, bundles: Iterable[Bundle]) -> None:
         """Guard a tensor from now on; everything that shares its storage is recognised too."""
@@ -92,7 +96,8 @@ class GuardBook:
         if key is None:
             return
         self._keys.add(key)
-        _places[key] = _Place(self, tuple(bundles))
+        with _Plain():
+            _places[key] = _Place(self, tuple(bundles), StorageWeakRef(tensor.untyped_storage()))
         self._guarded.add(tensor)
         shut(tensor)
 

@@ -16,12 +16,15 @@ from tiermem_client.pieces import GroupUpdate
 from tiermem_client.residency import Residency
 
 
+def _nobody(tensor: torch.Tensor, bundles: list[Bundle]) -> None: ...
+
+
 class ShownState:
     """Keeps the user's dictionary true after updates. `on_state` is told of every tensor that is put into it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, residency: Residency, updates: Sequence[GroupUpdate]) -> None:
         self.optimizer, self.residency, self.updates = optimizer, residency, updates
-        self.on_state: Callable[[torch.Tensor, list[Bundle]], None] = lambda tensor, bundles: None
+        self.on_state: Callable[[torch.Tensor, list[Bundle]], None] = _nobody
 
     def show(self, update: GroupUpdate, parameter: nn.Parameter) -> None:
         """Make `optimizer.state[parameter]` name the stored tensors and the live scalars."""
@@ -50,6 +53,10 @@ class ShownState:
                 for key, place in update.store.places[parameter].items():
                     if visible and key in visible:
                         self.on_state(visible[key], list(place.bundles))
+
+    def unguarded(self) -> None:
+        """Guards have been taken away: what is shown from now on gets none."""
+        self.on_state = _nobody
 
     def adopt(self) -> None:
         """Take state that exists in `optimizer.state` (from earlier steps, or a checkpoint) into the store; the tensors
@@ -99,7 +106,6 @@ class ShownState:
         """Put ordinary tensors in the place of stored ones in `optimizer.state`. `updated`: what an interrupted step
         has updated already; its state is shown first.
         """
-        self.on_state = lambda tensor, bundles: None  # guards have been taken away
         for update in self.updates:
             for parameter in dict.fromkeys(p.managed.parameter for p in update.pieces):
                 if parameter in updated:
