@@ -80,7 +80,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not args.plain:
         import tiermem
 
-        options = {"dram": args.dram, "flash": args.flash, "device": args.device, "deferred": not args.barrier}
+        options = {
+            "dram": args.dram,
+            "flash": args.flash,
+            "device": args.device,
+            "deferred": not args.barrier,
+            "optimizer_in_backward": {"auto": None, "always": True, "never": False}[args.in_backward],
+        }
         job = tiermem.attach(model, optimizer, **options)  # the one line
         if args.trace and args.steps == 1:
             job.trace(args.trace)
@@ -249,6 +255,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--flash", metavar="DIR", help="directory on NVMe (default: tiermem's own choice)")
     parser.add_argument("--device", metavar="TEXT", help="a third tier, cuda:0:8GiB or emulated:1GiB (default: none)")
     parser.add_argument("--barrier", action="store_true", help="update inside step()")
+    parser.add_argument(
+        "--in-backward", choices=["auto", "always", "never"], default="auto", help="update inside backward"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--seq", type=positive, default=128, help="tokens in a sequence")
     parser.add_argument("--batch", type=positive, default=1, help="sequences in a microbatch")

@@ -26,6 +26,7 @@ class NoticeKind(enum.StrEnum):
     COMPILE_UNSEEN = "compile_unseen"
     PAGEABLE_COPIES = "pageable_copies"
     UPDATE_BARRIER = "update_barrier"
+    UPDATE_NOT_EARLY = "update_not_early"
     COMPILED_ACROSS_UNITS = "compiled_across_units"
 
     @property

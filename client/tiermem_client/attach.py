@@ -23,6 +23,7 @@ from tiermem_client.address_space import Mechanism
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
 from tiermem_client.compiled import Cuts, cuda_graph_refusals
 from tiermem_client.devices import DeviceChoice, memory_for, parse_device
+from tiermem_client.early_updates import InBackward
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.file_backed import FileSources
 from tiermem_client.floors import choose_floor
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     import transformers
 
 _log = logging.getLogger("tiermem.attach")
+_IN_BACKWARD = {None: InBackward.OPTIMISTIC, False: InBackward.NEVER, True: InBackward.OPTED_IN}
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached now
 
 
@@ -70,6 +72,7 @@ def attach(
     job: str | None = None,
     device: str | None = None,
     deferred: bool = True,
+    optimizer_in_backward: bool | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -84,6 +87,7 @@ def attach(
     job: str | None = None,
     device: str | None = None,
     deferred: bool = True,
+    optimizer_in_backward: bool | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -98,6 +102,7 @@ def attach(
     job: str | None = None,
     device: str | None = None,
     deferred: bool = True,
+    optimizer_in_backward: bool | None = None,
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job:
@@ -112,16 +117,21 @@ def attach(
     removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with: "cuda:N:SIZE"
     is so much of a GPU's memory (default: half of what is free); a model that is in host memory is moved there, and
     back at `detach`. "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `deferred`: an
-    update is done when something of it is needed next, unless everything fits; False: inside `step()`. `endpoint`: a
-    service's socket, or "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how
-    long a daemon may be silent.
+    update is done when something of it is needed next, unless everything fits; False: inside `step()`.
+    `optimizer_in_backward`: by default groups are updated inside backward where steps before have been such that
+    `step()` will confirm it, and nobody can tell; False: never; True: always, using gradients up, so that nothing may
+    look at them, or at parameters before `step()`. `endpoint`: a service's socket, or "embedded"; default
+    TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may be silent.
 
     Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
     floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.
     """
+    in_backward = _IN_BACKWARD[optimizer_in_backward]
     choice = parse_device(device)
     target = torch.device("cpu") if choice is None else choice.device
     model, optimizer = resolve(model, optimizer)
+    if optimizer is None and optimizer_in_backward:
+        raise InvalidArgument("optimizer_in_backward=True, but no optimizer was given to attach")
     units = discover_units(model)
     if not units:
         raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
@@ -140,7 +150,7 @@ def attach(
     try:
         attached.relocation.go(model)
         _find_files(storages, optimizer, sources)
-        _build(attached, units, optimizer, forms, deferred)
+        _build(attached, units, optimizer, forms, deferred, in_backward)
         _adopt(attached, units, sources)
         _hook(attached, units, optimizer)
         attached.report()
@@ -225,6 +235,7 @@ def _build(
     optimizer: torch.optim.Optimizer | None,
     forms: dict[nn.Parameter, OptimizerForm],
     deferred: bool,
+    in_backward: InBackward,
 ) -> None:
     """Cut units into groups, declare all bundles, and be admitted with the floor that they imply."""
     residency, session = job.residency, job.residency.session
@@ -247,7 +258,8 @@ def _build(
         for group in unit.groups:
             job.book.prepare(group)
     if optimizer is not None:
-        job.updater = Updater(optimizer, residency, job.book, [g for u in units for g in u.groups], forms)
+        updated = [g for u in units for g in u.groups]
+        job.updater = Updater(optimizer, residency, job.book, updated, forms, in_backward)
     floor = choose_floor(units, job.book, job.updater, residency, deferred)
     if job.updater is not None:
         job.updater.deferred = floor.deferred
@@ -357,6 +369,7 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     if optimizer is not None and job.updater is not None:
         job.undo.append(job.updater.install())
         job.undo.append(OptimizerCheckpoints(job.residency, job.updater, copies).install(optimizer))
+        job.updater.early.on_stop = lambda text: _tell(job, NoticeKind.UPDATE_NOT_EARLY, text)
         job.updater.on_barrier = lambda text: _tell(job, NoticeKind.UPDATE_BARRIER, text)
         job.updater.shown.on_state = guards.cover
         job.updater.shown.show_all()

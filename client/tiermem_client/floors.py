@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from tiermem_client.early_updates import InBackward
 from tiermem_client.grads import GradBook
 from tiermem_client.memory import Bundle
 from tiermem_client.residency import Residency
@@ -57,7 +58,7 @@ def main_floor(
     deferred: bool = False,
 ) -> list[Bundle]:
     """The set with most frames among: a unit's forward inside the units around it; a group's backward with its
-    gradients beside them; one group's update, if deferred beside the units around.
+    gradients beside them; one group's update, if deferred beside the units around, if inside backward beside the unit.
     """
     units = list(units)
     around = _around(units)
@@ -69,6 +70,8 @@ def main_floor(
         for group in unit.groups:
             for store in book.stores.get(group, ()):
                 sets.append(list(dict.fromkeys([*inside, *store.bundles])))
+        if updater is not None and updater.early.mode is InBackward.OPTED_IN:
+            sets += [list(dict.fromkeys([*inside, *s])) for group in unit.groups for s in updater.working_sets(group)]
         if updater is not None and deferred and outer:
             sets += [list(dict.fromkeys([*outer, *s])) for group in unit.groups for s in updater.working_sets(group)]
     if updater is not None:

@@ -28,6 +28,8 @@ class Book(Protocol):
 
     def drop(self, slot: GradSlot) -> None: ...
 
+    def check(self, slot: GradSlot) -> None: ...
+
 
 class GradHandle(torch.Tensor):
     """What `p.grad` is while the gradient lives in the store: shape, dtype and device of the real one, no bytes.
@@ -58,6 +60,7 @@ class GradHandle(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """The real gradient, for reading until another group's gradient is touched."""
+        self._book.check(self.slot)
         return self._book.readable(self.slot)
 
     def __reduce_ex__(self, protocol: int) -> Any:  # type: ignore[override]
@@ -121,6 +124,8 @@ def _run_locked(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(h, GradHandle)
     }
     handles = {id(h): h for h in pytree.tree_leaves((args, kwargs)) if isinstance(h, GradHandle)}
+    for handle in handles.values():
+        handle._book.check(handle.slot)
     stores = {h.slot.store for h in handles.values() if not h.slot.zero or id(h) in written}
     if len({h.slot.store for h in handles.values() if id(h) in written}) > 1:
         raise Unsupported(f"{func} writes gradients of several parameter groups at once; write them one after another")

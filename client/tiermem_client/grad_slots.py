@@ -14,7 +14,7 @@ from tiermem_client.units import Group, ManagedParameter
 @dataclass(slots=True, eq=False)
 class GradSlot:
     """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies
-    there; `generation`: how often it was zeroed or dropped.
+    there; `generation`: how often it was zeroed or dropped; `used_up`: an update inside backward has had it.
     """
 
     store: GradStore
@@ -26,6 +26,7 @@ class GradSlot:
     owners: int = 0
     zero: bool = True
     generation: int = 0
+    used_up: bool = False
     _real: torch.Tensor | None = field(default=None, repr=False)
 
     @property

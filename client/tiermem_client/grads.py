@@ -33,6 +33,8 @@ class GradBook:
 
     residency: Residency
     stores: dict[Group, list[GradStore]] = field(default_factory=dict)
+    on_accumulated: Callable[[ManagedParameter], None] = lambda managed: None
+    closed: bool = False  # the script must not look at gradients: updates inside backward use them up
     _kept: GradStore | None = None
     _frozen: dict[torch.nn.Parameter, ManagedParameter] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
@@ -179,13 +181,13 @@ class GradBook:
             slot = self.slot_for(managed, grad)
             self.keep(slot.store)
             _copy(slot.real, grad)
-            slot.zero = False
+            slot.zero = slot.used_up = False
             self._written(slot)
         return GradHandle(self, slot)
 
     def zero(self, slot: GradSlot) -> None:
         """Make the gradient zeros, without I/O."""
-        slot.zero = True
+        slot.zero, slot.used_up = True, False
         slot.generation += 1
         self.discard_if_idle(slot.store)
 
@@ -193,9 +195,23 @@ class GradBook:
         """A handle is gone."""
         slot.owners -= 1
         if slot.owners == 0:
-            slot.zero = True
-            slot.generation += 1
-            self.discard_if_idle(slot.store)
+            self.zero(slot)
+
+    def use_up(self, slot: GradSlot) -> None:
+        """The gradient has been had, and nobody gets it any more."""
+        self.zero(slot)
+        slot.used_up = True
+
+    def check(self, slot: GradSlot) -> None:
+        """Raises Unsupported where an operation on the gradient would show that it is used up inside backward."""
+        added = torch._C._current_graph_task_id() != -1
+        if slot.used_up or (self.closed and not added):
+            what = "is added to after its update" if added else "is looked at"
+            raise Unsupported(
+                f"the gradient of {slot.managed.name!r} {what}, but optimizer_in_backward=True uses gradients up "
+                "inside backward; clipping, GradScaler and everything else that needs all gradients, or one backward "
+                "more than in the step before, needs a job attached without it"
+            )
 
     def _written(self, slot: GradSlot) -> None:
         for bundle in slot.store.bundles:
@@ -242,3 +258,4 @@ class _Accumulated(LeavesNoCopy):
             grad = parameter.grad
             if grad is not None and type(grad) is not GradHandle:
                 parameter.grad = self.book.put(self.managed, grad)
+        self.book.on_accumulated(self.managed)

@@ -22,6 +22,7 @@ from tiermem.notices import MAX_COUNT, Notice, NoticeKind
 from tiermem.stats import LinkStats, TierStats
 from tiermem.trace import STEPS, Span
 from tiermem_client.address_space import AddressSpaceStats
+from tiermem_client.early_updates import EarlyStats
 from tiermem_client.embedded import EmbeddedDaemon
 from tiermem_client.grad_handles import GradHandle
 from tiermem_client.grads import GradBook
@@ -47,7 +48,7 @@ class TrainerStats:
     first choice; results are the same. `inexact` names what is not bit for bit what the plain script computes, and the
     remedy. `adopted_file_bytes` are frozen weights that are read from the file they were loaded from, and never written
     to flash. `device`: of the tier above DRAM, where there is one. `pending_updates`: groups that a `step()` is to
-    update still.
+    update still. `early`: groups that were updated inside backward.
     """
 
     job: str
@@ -70,6 +71,7 @@ class TrainerStats:
     adopted_file_bytes: int = 0
     device: DeviceStats | None = None
     pending_updates: int = 0
+    early: EarlyStats = field(default_factory=EarlyStats)
 
     @property
     def hit_ratio(self) -> float:
@@ -130,6 +132,7 @@ class Job:
             adopted_file_bytes=self.adopted_file_bytes,
             device=memory.device,
             pending_updates=0 if self.updater is None else len(self.updater.waiting()),
+            early=EarlyStats() if self.updater is None else dataclasses.replace(self.updater.early.stats),
         )
 
     def note(self, kind: NoticeKind, text: str) -> None:
@@ -220,7 +223,7 @@ class Job:
             for managed in storage.parameters:
                 handle = managed.parameter.grad
                 if isinstance(handle, GradHandle):
-                    managed.parameter.grad = handle.read().clone()
+                    managed.parameter.grad = None if handle.slot.used_up else handle.read().clone()
         self.book.settle()
         if self.updater is not None:
             self.updater.shown.give_back(interrupted)

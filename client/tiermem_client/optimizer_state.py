@@ -65,6 +65,11 @@ class StateStore:
     def stored(self) -> bool:
         return bool(self.sets) and self.sets[0][0].stored
 
+    @property
+    def forms(self) -> dict[nn.Parameter, tuple[StateForm, ...]]:
+        """What it has places for."""
+        return {p: tuple(place.form for place in places.values()) for p, places in self.places.items()}
+
     def fits(self, forms: dict[nn.Parameter, tuple[StateForm, ...]]) -> bool:
         """Whether the places are those that these forms need."""
         return {p: {f.key: f for f in fs} for p, fs in forms.items() if fs} == {

@@ -78,7 +78,8 @@ def _stores(asked: dict[nn.Parameter, Asked]) -> list[GradStore]:
 
 @dataclass(slots=True)
 class StepInProgress:
-    """One `step()`, until it returns. `handles` are the gradients that it was begun with.
+    """One `step()`, until it returns. `handles` are the gradients that it was begun with, `early` what was updated
+    inside backward.
 
     An error of the daemon interrupts a step between two transactions. Called again with the same gradients, `step()`
     goes on with what is not done: nothing is updated twice.
@@ -86,6 +87,7 @@ class StepInProgress:
 
     pending: list[PendingUpdate]
     handles: dict[nn.Parameter, weakref.ref[GradHandle]]
+    early: dict[nn.Parameter, GroupUpdate]
 
     def goes_on_with(self, handles: dict[nn.Parameter, GradHandle]) -> bool:
         return len(handles) == len(self.handles) and all(

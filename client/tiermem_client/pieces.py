@@ -49,12 +49,15 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class GroupUpdate:
-    """One group's update: its pieces, and the bundle indices that each step of it needs."""
+    """One group's update: its pieces, and the bundle indices that each step of it needs. `changes_grads`: the optimizer
+    has been seen to write to gradients of the group.
+    """
 
     group: Group
     store: StateStore
     pieces: list[Piece]
     tiled: bool
+    changes_grads: bool = False
 
     def bundles_of_state(self, tile: int) -> list[Bundle]:
         """The OPTIM bundles that a tile's update needs; all for tile -1."""
@@ -83,11 +86,18 @@ def of_tile(bundles: list[Bundle], tile: int) -> list[Bundle]:
 
 
 def _piece(managed: ManagedParameter, first: int, count: int, tile: int) -> Piece:
+    return Piece(managed, first, count, tile, shadow_at(managed, first, count, tile < 0))
+
+
+def shadow_at(managed: ManagedParameter, first: int, count: int, whole: bool, away_bytes: int = 0) -> nn.Parameter:
+    """A Parameter over the parameter's place in the store, or over `count` elements of it from `first` on; or over a
+    place that lies `away_bytes` after it.
+    """
     storage, source = managed.storage, managed.parameter
-    size = source.element_size()
-    if tile < 0:
+    address, size = storage.address + away_bytes, source.element_size()
+    if whole:
         view = alias(
-            storage.address,
+            address,
             storage.nbytes,
             source.dtype,
             managed.shape,
@@ -96,7 +106,7 @@ def _piece(managed: ManagedParameter, first: int, count: int, tile: int) -> Piec
             source.device,
         )
     else:
-        view = alias(storage.address + first * size, count * size, source.dtype, (count,), device=source.device)
+        view = alias(address + first * size, count * size, source.dtype, (count,), device=source.device)
     shadow = nn.Parameter(view, requires_grad=source.requires_grad)
     shadow.__dict__.update({k: v for k, v in source.__dict__.items() if not k.startswith("_")})
-    return Piece(managed, first, count, tile, shadow)
+    return shadow

@@ -83,6 +83,16 @@ class Residency:
         """Whether everything that is declared fits, so that leases may idle."""
         return self._declared_frames <= self.budget_frames
 
+    @property
+    def flash_room_bytes(self) -> int:
+        """What the job's flash has room for beside all that is declared, and one bundle's write-back."""
+        opened = self.session.opened
+        return opened.flash_quota_bytes - opened.bundle_cap_bytes - self._declared_frames * opened.frame_bytes
+
+    def room_for(self, bundle: Bundle) -> int:
+        """Bytes that the bundle takes up in a tier."""
+        return self._frames(bundle.spec.nbytes) * self.session.opened.frame_bytes
+
     def _frames(self, nbytes: int) -> int:
         return max(1, -(-nbytes // self.session.opened.frame_bytes))
 
@@ -349,6 +359,23 @@ class Residency:
                     bundle.bundle_id, bundle.version, bundle.blank = None, 0, False
             if gone and self.session.alive:
                 self.session.discard(gone)
+
+    def supersede(self, pairs: Sequence[tuple[Bundle, Bundle]]) -> None:
+        """Of each pair (old, new), both of one size and held by nobody: the old one has the new one's bytes from now
+        on, and the new one none. One transaction; no byte moves.
+        """
+        with self.session.lock:
+            idle = [bundle for pair in pairs for bundle in pair if bundle in self._idle]
+            for bundle in idle:
+                del self._idle[bundle]
+            self._end(idle)
+            for bundle in (bundle for pair in pairs for bundle in pair):
+                assert bundle.holders == 0 and bundle.stored, f"{bundle.spec} is held, or holds nothing"
+                self.memory.forget(bundle)
+            self.session.supersede([(self._id(old), self._id(new)) for old, new in pairs])
+            for old, new in pairs:
+                old.bundle_id, old.version = new.bundle_id, new.version
+                new.bundle_id, new.version = None, 0
 
     def free_range(self, bundles: Sequence[Bundle]) -> None:
         """Give the addresses of discarded bundles back; they share one range."""

@@ -219,6 +219,12 @@ class Session:
         with self.lock:
             self.table.discard(bundles)
 
+    def supersede(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """One transaction; see GrantTable.supersede."""
+        with self.lock:
+            self._check()
+            self.table.supersede(pairs)
+
     def notice(self, notice: Notice) -> None:
         """Tell the daemon, which counts and logs it. At most MAX_NOTICES in a session."""
         with self.lock:

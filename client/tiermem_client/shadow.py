@@ -8,6 +8,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -33,10 +34,29 @@ class StepRecord:
         groups = tuple({k: _clone(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups)
         return cls(groups, {k: _clone(v) for k, v in optimizer.__dict__.items() if k not in _OWN})
 
+    def same_as(self, other: StepRecord) -> bool:
+        """Whether an update by one computes what an update by the other does."""
+        return _same(self.groups, other.groups) and _same(self.attributes, other.attributes)
+
     @property
     def unscales_silently(self) -> bool:
         """Whether a fused kernel divides the gradients by the scale in place, which moves no version."""
         return self.attributes.get("grad_scale") is not None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, with tensors by their bits; what cannot be compared is the same only where it is one object."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return isinstance(one, bool | int | float | complex | str | bytes | NoneType) and repr(one) == repr(other)
 
 
 def _clone(value: Any) -> Any:

@@ -77,7 +77,7 @@ class ShownState:
                 piece.state, piece.stored = {}, {}
             return
         forms = {p: forms_of(p, values) for p, values in present.items()}
-        known = {p: tuple(place.form for place in places.values()) for p, places in update.store.places.items()}
+        known = update.store.forms
         if not update.store.fits({**known, **{p: fs for p, fs in forms.items() if fs}}):
             update.store.build({**known, **{p: fs for p, fs in forms.items() if fs}}, self.residency)
         for batch in update.batches(update.pieces):

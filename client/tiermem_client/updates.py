@@ -11,12 +11,11 @@ updated inside `step()`.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,22 +23,21 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from tiermem.bundle import Mode
 from tiermem.errors import Unsupported
-from tiermem.plan import Phase
 from tiermem.trace import STEPS, Span
 from tiermem_client.compiled import refuse_capture, stream_is_capturing
+from tiermem_client.early_updates import EarlyUpdates, InBackward
 from tiermem_client.grad_handles import GradHandle
 from tiermem_client.grads import GradBook
-from tiermem_client.heap import large_blocks_mapped
 from tiermem_client.hook_order import OursFirst, OursLast
 from tiermem_client.memory import Bundle
-from tiermem_client.optimizer_state import StateStore, forms_of, is_large
+from tiermem_client.optimizer_state import StateStore
 from tiermem_client.pending import Asked, PendingUpdate, SettlingState, StepInProgress, is_watched
-from tiermem_client.pieces import GroupUpdate, Piece, of_tile, plan_update
+from tiermem_client.pieces import GroupUpdate, of_tile, plan_update
 from tiermem_client.residency import Residency
-from tiermem_client.shadow import OptimizerForm, StepRecord, as_called_from_python, own_modes, shadow_step
+from tiermem_client.shadow import OptimizerForm, StepRecord, as_called_from_python, own_modes
 from tiermem_client.shown_state import ShownState
+from tiermem_client.transactions import Transactions
 from tiermem_client.units import Group
 
 _set_version: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
@@ -62,8 +60,10 @@ class Updater:
         book: GradBook,
         groups: Iterable[Group],
         forms: dict[nn.Parameter, OptimizerForm],
+        in_backward: InBackward = InBackward.NEVER,
     ) -> None:
         self.optimizer, self.residency, self.book = optimizer, residency, book
+        self.transactions = Transactions(optimizer, residency, book)
         self.updates = [self._plan(group, forms) for group in groups]
         self.shown = ShownState(optimizer, residency, self.updates)
         self.steps = 0
@@ -77,6 +77,9 @@ class Updater:
         self._pending: dict[nn.Parameter, PendingUpdate] = {}  # changed under the client lock
         self._updated: set[nn.Parameter] = set()
         self._barrier_told = False
+        self.early = EarlyUpdates(self, self.updates, in_backward)
+        book.on_accumulated = self.early.accumulated
+        book.closed = in_backward is InBackward.OPTED_IN
 
     def _plan(self, group: Group, forms: dict[nn.Parameter, OptimizerForm]) -> GroupUpdate:
         store, mine = StateStore(group), {m.parameter for m in group.parameters}
@@ -140,6 +143,7 @@ class Updater:
             if not pending.finished and not self._may_wait(pending):
                 self._apply(pending)
         done = {p: part.update for part in self._step.pending if part.finished for p in part.asked}
+        done |= self._step.early
         self._step = None
         self.steps += 1
         with _past_guards():
@@ -163,18 +167,35 @@ class Updater:
             if mine[pending.update]:
                 self._apply(pending)
         self.book.settle()
-        record, parts = StepRecord.capture(self.optimizer), []
-        for update, parameters in mine.items():
-            if parameters:
-                asked = {p: Asked.now(taken[p][0], taken[p][1].slot) for p in parameters}
-                parts.append(PendingUpdate.of(update, record, asked))
+        record = StepRecord.capture(self.optimizer)
+        asked = {p: Asked.now(index, handle.slot) for p, (index, handle) in taken.items()}
+        early = self.early.stepped(asked, record)
+        parts = [
+            PendingUpdate.of(update, record, {p: asked[p] for p in parameters})
+            for update, parameters in mine.items()
+            if parameters and update not in early
+        ]
+        self._queue(parts)
+        done = {p: update for update in early for p in mine[update]}
+        if self.early.mode is InBackward.OPTIMISTIC:
+            _bump(done)
+        self._step = StepInProgress(parts, {p: weakref.ref(handle) for p, handle in handles.items()}, done)
+
+    def _queue(self, parts: list[PendingUpdate]) -> None:
         with self.residency.session.lock:
             for pending in parts:
                 self.residency.outdate(pending.bundles, partial(self._apply, pending))
                 self._pending.update(dict.fromkeys(pending.asked, pending))
-                changed = tuple(pending.asked)
-                _set_version(changed, tuple(p._version + 1 for p in changed))
-        self._step = StepInProgress(parts, {p: weakref.ref(handle) for p, handle in handles.items()})
+                _bump(pending.asked)
+
+    def was_updated(self, parameters: Mapping[nn.Parameter, Asked]) -> bool:
+        """Whether each of them has been updated before, so that its state is known."""
+        return self._updated.issuperset(parameters)
+
+    def apply_now(self, pending: PendingUpdate) -> None:
+        """Update a group in place; its parameters have a new version."""
+        self._queue([pending])
+        self._apply(pending)
 
     def _forget(self, step: StepInProgress) -> None:
         """A step that was interrupted is not gone on with: another one is asked for."""
@@ -211,6 +232,7 @@ class Updater:
 
     def settle(self, parameter: nn.Parameter | None = None) -> None:
         """Apply what is pending for a parameter, or for all. Raises as the update would have, inside `step()`."""
+        self.early.looked_at(parameter)
         if self._pending:
             some = list(self._pending.values()) if parameter is None else [self._pending.get(parameter)]
             for pending in dict.fromkeys(some):
@@ -250,7 +272,7 @@ class Updater:
                 self.book.settle()
                 for batch in pending.update.batches(pending.pieces):
                     if batch and batch[0] not in pending.done:
-                        self._update(pending, batch)
+                        self.transactions.run(pending.update, pending.record, pending.asked, batch)
                         pending.done.update(batch)
                 self.book.settle()
             self._end(pending)
@@ -273,111 +295,6 @@ class Updater:
             for store in pending.stores:
                 self.book.discard_if_idle(store)
 
-    def _update(self, pending: PendingUpdate, pieces: list[Piece]) -> None:
-        """One transaction: parameters, gradients where the optimizer changes them, and state of these pieces."""
-        update, record = pending.update, pending.record
-        tile = pieces[0].tile
-        asked = [pending.asked[p.managed.parameter] for p in pieces]
-        parameters = of_tile(update.group.bundles, tile)
-        grads = list(dict.fromkeys(b for a in asked if not a.zero for b in of_tile(a.slot.store.bundles, tile)))
-        state = update.bundles_of_state(tile)
-        stored = [b for b in state if b.stored]
-        blank = [b for b in state if not b.stored]  # had before anything changes, as there may be no room
-        held: list[Bundle] = []
-        self.residency.accessed(f"{update.group.unit}/{parameters[0].spec.spec_id}", Phase.UPDATE)
-        try:
-            for bundles, mode in (
-                (parameters, Mode.UPDATE),
-                (grads, Mode.UPDATE),
-                (stored, Mode.UPDATE),
-                (blank, Mode.CREATE),
-            ):
-                self.residency.acquire(bundles, mode)
-                held += bundles
-            grads_now = self._prepare(pieces, asked)
-            versions = [grad._version for grad in grads_now]
-            members = [(a.index, p.shadow) for a, p in zip(asked, pieces, strict=True)]
-            states = {p.shadow: p.state for p in pieces}
-            fresh = not all(states.values())  # new state is anonymous until it has been moved
-            with large_blocks_mapped() if fresh else contextlib.nullcontext():
-                shadow_step(self.optimizer, record, members, states)
-            for bundle in parameters:
-                bundle.written = True
-            for piece, gradient, grad, version in zip(pieces, asked, grads_now, versions, strict=True):
-                piece.state = states[piece.shadow]
-                piece.shadow.grad = None
-                if grad._version != version or record.unscales_silently:
-                    self._keep_changed(piece, gradient, grad)
-            held += self._absorb(update, pieces, tile, held)
-            self.residency.conclude(held)
-        finally:
-            self.residency.release(held)
-
-    def _keep_changed(self, piece: Piece, asked: Asked, grad: torch.Tensor) -> None:
-        """The optimizer wrote to a gradient (SGD with nesterov does), which the script may read afterwards."""
-        slot = asked.slot
-        if asked.zero and asked.still_there:  # it saw zeros that nobody has stored
-            piece.grad_view(self.book.writable(slot)).copy_(grad)
-        if not asked.zero or asked.still_there:
-            for bundle in of_tile(slot.store.bundles, piece.tile):
-                bundle.written = True
-
-    def _prepare(self, pieces: list[Piece], asked: list[Asked]) -> list[torch.Tensor]:
-        grads = []
-        for piece, gradient in zip(pieces, asked, strict=True):
-            whole = self.book.zeros(gradient.slot) if gradient.zero else gradient.slot.real
-            grad = piece.grad_view(whole)
-            piece.shadow.grad = grad
-            grads.append(grad)
-        return grads
-
-    def _absorb(self, update: GroupUpdate, pieces: list[Piece], tile: int, held: list[Bundle]) -> list[Bundle]:
-        """Bring state tensors that the step has made into the store; returns what it leased for that. Marks state as
-        written.
-        """
-        store = update.store
-        if all(piece.settled for piece in pieces):
-            if any(piece.stored for piece in pieces):
-                for bundle in update.bundles_of_state(tile):
-                    bundle.written = True
-            return []
-        forms = store.places
-        needed = {p.managed.parameter: forms_of(p.shadow, p.state) for p in pieces}
-        if any(
-            {f.key: f for f in fs} != {k: pl.form for k, pl in forms.get(p, {}).items()}
-            for p, fs in needed.items()
-            if fs
-        ):
-            self._rebuild(update, needed, held)
-        created = [b for b in update.bundles_of_state(tile) if not b.stored] if any(needed.values()) else []
-        self.residency.acquire(created, Mode.CREATE)
-        for piece in pieces:
-            for key, value in piece.state.items():
-                if is_large(piece.shadow, value):
-                    view = piece.state_view(store, key, value)
-                    if value.data_ptr() != view.data_ptr():
-                        view.copy_(value)
-                        piece.state[key] = view
-                    piece.stored[key] = piece.state[key]
-        if any(needed.values()):
-            for bundle in update.bundles_of_state(tile):
-                bundle.written = True
-        return created
-
-    def _rebuild(self, update: GroupUpdate, needed: dict[nn.Parameter, tuple[Any, ...]], held: list[Bundle]) -> None:
-        """The state has another form than was known: take all of it out, and make room for what there is now."""
-        old = update.store.bundles
-        leased = [b for b in old if b not in held and b.stored]
-        self.residency.acquire(leased, Mode.READ)
-        for piece in update.pieces:
-            piece.stored = {}
-            piece.state = {k: v.clone() if is_large(piece.shadow, v) else v for k, v in piece.state.items()}
-        self.residency.commit([b for b in held if b in old])
-        self.residency.release([*leased, *(b for b in held if b in old)])
-        held[:] = [b for b in held if b not in old]
-        forms = {p: tuple(place.form for place in places.values()) for p, places in update.store.places.items()}
-        update.store.build({**forms, **{p: fs for p, fs in needed.items() if fs}}, self.residency)
-
     def working_sets(self, group: Group | None = None) -> list[list[Bundle]]:
         """The bundles of each transaction, of a group or of all, for the floor."""
         sets = []
@@ -394,12 +311,20 @@ class Updater:
         """Apply all that is pending, but for a step that an error interrupted: it stays as it is. What that has updated
         is returned; its state has not been shown.
         """
+        self.book.closed = False
+        self.early.end()
         step, self._step = self._step, None
         if step is not None:
             self._forget(step)
         self.settle()
         parts = [] if step is None else step.pending
         return frozenset(piece.managed.parameter for pending in parts for piece in pending.done)
+
+
+def _bump(parameters: Iterable[nn.Parameter]) -> None:
+    """The step changes them: a graph that has saved them is stale."""
+    changed = tuple(parameters)
+    _set_version(changed, tuple(p._version + 1 for p in changed))
 
 
 @_disable_dynamo

@@ -78,7 +78,7 @@ class Script:
     after every step with what a script has at hand; its result is compared.
 
     `autocast` is under `autocast_dtype`; `scaler` makes the second step's loss infinite; `backward` replaces
-    `loss.backward()`.
+    `loss.backward()`; `keeps_grads`: copies of all gradients are compared.
     """
 
     model: Callable[[], nn.Module]
@@ -94,6 +94,7 @@ class Script:
     autocast: bool = False
     autocast_dtype: torch.dtype = torch.bfloat16
     scaler: bool = False
+    keeps_grads: bool = True
     dtype: torch.dtype = torch.float32
     warm_steps: int = 0
     dram: str = "1MiB"
@@ -201,7 +202,8 @@ class Training:
             scaler.unscale_(self.optimizer)
         if script.clip is not None:
             self.seen.extra.append(copy.deepcopy(script.clip(self.model)))
-        self.seen.grads.append(gradients(self.model))
+        if script.keeps_grads:
+            self.seen.grads.append(gradients(self.model))
         if scaler is not None:
             scaler.step(self.optimizer)
             scaler.update()

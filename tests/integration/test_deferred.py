@@ -42,7 +42,7 @@ def adamw(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
 
 
 def blocks(**fields: Any) -> Script:
-    options = {"steps": 3, "dram": str(DRAM), **fields}
+    options = {"steps": 3, "dram": str(DRAM), "attach_options": {"optimizer_in_backward": False}, **fields}
     options.setdefault("optimizer", adamw())
     return Script(lambda: BlockModel(width=64, blocks=12, tied=True, around=True, dropout=0.1), **options)
 
@@ -448,7 +448,7 @@ def test_a_groups_parameters_are_loaded_once_for_update_and_forward(tmp_path: Pa
     environ = {"TIERMEM_PLACEMENT__LOOKAHEAD": "0", "TIERMEM_PLACEMENT__POLICY": "lru"}
 
     def read_bytes(daemon: Daemon, deferred: bool) -> int:
-        training = begin(blocks(dram=str(2 * DRAM), attach_options={"deferred": deferred}))
+        training = begin(blocks(dram=str(2 * DRAM), attach_options={"deferred": deferred, "optimizer_in_backward": False}))
         with managed(training, endpoint=daemon.endpoint) as job:
             training.steps(4)
             before = job.stats().links["flash_to_dram"].bytes

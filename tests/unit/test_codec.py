@@ -21,6 +21,7 @@ from tiermem.grants.messages import (
     Done,
     Grant,
     Refuse,
+    Supersede,
     Surrender,
     Used,
     Void,
@@ -47,6 +48,8 @@ commits = st.builds(
     st.lists(st.tuples(u64, u64), max_size=20).map(tuple),
 )
 discards = st.builds(Discard, st.lists(u64, max_size=20).map(tuple))
+supersedes = st.builds(Supersede, st.lists(st.tuples(u64, u64), max_size=20).map(tuple))
+dones = st.builds(Done, st.lists(u64, max_size=9).map(tuple))
 runs = st.integers(0, FRAMES - 1).flatmap(lambda at: st.tuples(st.just(at), st.integers(1, FRAMES - at)))
 grants = st.builds(
     Grant, u64, names, u64, st.integers(0, 2**32 - 1), u64, modes, u64, st.lists(runs, max_size=20).map(tuple), u64
@@ -76,7 +79,7 @@ uses = st.builds(Used, st.lists(u64, max_size=9).map(tuple))
 accesses = st.builds(Accessed, names, st.builds(Access, names, st.sampled_from(Phase), st.booleans()))
 
 
-@given(demands | commits | discards | voids | uses | accesses | st.builds(Done, st.lists(u64, max_size=9).map(tuple)))
+@given(demands | commits | discards | supersedes | voids | uses | accesses | dones)
 def test_what_a_client_says_arrives(message: ClientBody) -> None:
     assert grant_codec.decode_client(wire(grant_codec.encode_client(message))) == message
 
@@ -271,6 +274,7 @@ def demand(mode: int = 2, lane: str = "main", held: bytes = b"") -> pb.ClientMes
         (pb.ClientMessage(commit=pb.Commit(updated=bytes(24))), "commit version is 0"),
         (pb.ClientMessage(commit=pb.Commit(updated=pack_u64([1, 1, 2**63]))), f"commit version is {2**63}"),
         (pb.ClientMessage(discard=pb.Discard(bundles=bytes(9))), "discard.bundles has 9 bytes"),
+        (pb.ClientMessage(supersede=pb.Supersede(pairs=bytes(24))), "supersede.pairs"),
         (pb.ClientMessage(open=pb.Open(job="x")), "'open' is not expected here"),
         (pb.ClientMessage(close=pb.Close()), "'close' is not expected here"),
         (pb.ClientMessage(), "None is not expected here"),

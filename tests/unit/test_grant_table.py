@@ -4,7 +4,19 @@ import pytest
 
 from tiermem.bundle import Mode
 from tiermem.errors import Code, DaemonUnavailable, DataLoss, ProtocolError
-from tiermem.grants.messages import Accessed, Commit, Demand, Discard, Done, Grant, Refuse, Surrender, Used, Void
+from tiermem.grants.messages import (
+    Accessed,
+    Commit,
+    Demand,
+    Discard,
+    Done,
+    Grant,
+    Refuse,
+    Supersede,
+    Surrender,
+    Used,
+    Void,
+)
 from tiermem.grants.table import GrantTable, Lease
 from tiermem.plan import Access, Phase
 
@@ -171,6 +183,16 @@ def test_leased_bundles_are_not_discarded(table: GrantTable) -> None:
     assert not table.outbox
     table.discard([7])
     assert list(table.outbox) == [Discard((7,))]
+
+
+def test_a_bundle_takes_the_place_of_another_unless_one_is_leased(table: GrantTable) -> None:
+    lease(table, 1, 8)
+    for pair in ((7, 8), (8, 7)):
+        with pytest.raises(ProtocolError, match=r"\[8\]"):
+            table.supersede([(5, 6), pair])
+    assert not table.outbox
+    table.supersede([(5, 6)])
+    assert list(table.outbox) == [Supersede(((5, 6),))]
 
 
 def test_every_wait_ends_when_the_session_does(table: GrantTable) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tiermem.bundle import BundleSpec, Kind
 from tiermem.errors import Code, DataLoss, ProtocolError, ResourceExhausted, TierFull, TierIOError
-from tiermem.grants.messages import Commit, Demand, Discard, Done
+from tiermem.grants.messages import Commit, Demand, Discard, Done, Supersede
 from tiermem.residency import State
 from tiermem.testing.ledger_driver import CONSUME, CREATE, ONE, READ, THREE, TWO, UPDATE, Ledger, writing_back
 
@@ -277,6 +277,49 @@ def test_what_is_asked_for_is_not_discarded(ledger: Ledger) -> None:
     bundle = ledger.make_in_flash(TWO)
     ledger.demand(bundle)
     ledger.refuses(Discard((bundle,)), "leased or asked for")
+
+
+def test_a_bundle_takes_the_place_and_the_form_of_another(ledger: Ledger) -> None:
+    old, new = ledger.make_in_flash(ONE), ledger.make(ONE)
+    form = ledger.machine.bundles[old].spec
+    ledger.freed.clear()
+    ledger.receive(Supersede(((old, new),)))
+    assert set(ledger.machine.bundles) == {new}
+    assert ledger.machine.bundles[new].spec is form
+    assert ledger.machine.newest == {form.spec_id: new}
+    assert ledger.freed == [old]
+    assert ledger.granted(ledger.demand(new)).bundle == new
+
+
+def test_the_form_that_is_given_up_stays_with_who_was_made_of_it_last(ledger: Ledger) -> None:
+    twin = BundleSpec(9, Kind.PARAM, "twin", ONE)
+    ledger.machine.declare([twin])
+    old, new, newer = ledger.make(ONE), ledger.make(twin.spec_id), ledger.make(twin.spec_id)
+    ledger.receive(Supersede(((old, new),)))
+    assert ledger.machine.newest == {ONE: new, twin.spec_id: newer}
+
+
+def test_what_is_superseded_during_its_write_back_is_doomed_and_leaves_the_form_alone() -> None:
+    ledger = Ledger(frames=8)
+    old, new = ledger.make(THREE), ledger.make(THREE)
+    form = ledger.machine.bundles[old].spec.spec_id
+    ledger.demand(THREE, CREATE)
+    assert ledger.writes == [old]
+    ledger.receive(Supersede(((old, new),)))
+    ledger.written(old)
+    assert ledger.machine.newest[form] == new
+    assert old not in ledger.machine.bundles
+
+
+def test_absurd_successions_are_refused_without_a_trace(ledger: Ledger) -> None:
+    one, other, larger = ledger.make(ONE), ledger.make(ONE), ledger.make(TWO)
+    grant = ledger.lease(other)
+    ledger.refuses(Supersede(((one, other),)), "leased or asked for")
+    ledger.done(grant)
+    ledger.refuses(Supersede(((one, other), (larger, one))), "names a bundle twice")
+    ledger.refuses(Supersede(((one, 2**63),)), "does not exist")
+    ledger.refuses(Supersede(((one, larger),)), "cannot supersede")
+    ledger.receive(Supersede(((one, other),)))
 
 
 # -- declarations and admission

@@ -112,6 +112,12 @@ class Holdings:
         if self.newest.get(record.spec.spec_id) == record.bundle_id:
             del self.newest[record.spec.spec_id]
 
+    def _rename(self, record: BundleRecord, form: BundleSpec) -> None:
+        if self.newest.get(record.spec.spec_id) == record.bundle_id:
+            del self.newest[record.spec.spec_id]
+        record.spec = form
+        self.newest[form.spec_id] = record.bundle_id
+
     def _discard(self, record: BundleRecord) -> None:
         self._apply(record, Event.DISCARD)
         if record.state == State.GONE:

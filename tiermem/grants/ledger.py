@@ -12,7 +12,18 @@ from collections.abc import Collection, Iterable
 from tiermem.bundle import BundleSpec, Mode
 from tiermem.errors import Code, ProtocolError, ResourceExhausted, TiermemError
 from tiermem.grants.effects import Effect, Send
-from tiermem.grants.messages import Accessed, ClientBody, Commit, Demand, Discard, Done, Surrender, Used, Void
+from tiermem.grants.messages import (
+    Accessed,
+    ClientBody,
+    Commit,
+    Demand,
+    Discard,
+    Done,
+    Supersede,
+    Surrender,
+    Used,
+    Void,
+)
 from tiermem.grants.pins import Lane, OpenDemand, Pins
 from tiermem.grants.serving import GRANTS_AHEAD, Serving
 from tiermem.residency import BundleRecord, Event, State
@@ -116,6 +127,8 @@ class GrantLedger(Serving):
                     self._unpin(serial)
             case Discard():
                 self._discard_idle(message.bundles)
+            case Supersede():
+                self._supersede(message)
 
     def _go_on_after(self, bundle: int) -> list[Effect]:
         """The transfer of a bundle has ended. Serve whom that matters to: mostly nobody, as what runs ahead comes long
@@ -252,12 +265,34 @@ class GrantLedger(Serving):
         self.commits += 1
 
     def _discard_idle(self, bundles: tuple[int, ...]) -> None:
-        self.pins.check_discard(bundles)
+        self.pins.check_unused(bundles, "discard")
         for bundle in bundles:
-            if bundle not in self.bundles or self.bundles[bundle].state == State.DOOMED:
-                raise ProtocolError(f"bundle {bundle} does not exist in this session")
+            self._check_exists(bundle)
         for bundle in bundles:
             self._end(bundle)
+
+    def _supersede(self, message: Supersede) -> None:
+        bundles = [bundle for pair in message.pairs for bundle in pair]
+        self.pins.check_unused(bundles, "supersede")
+        for bundle in bundles:
+            self._check_exists(bundle)
+        for old, new in message.pairs:
+            one, other = self.bundles[old].spec, self.bundles[new].spec
+            if one.nbytes != other.nbytes or self.bundles[new].version == 0:
+                raise ProtocolError(
+                    f"bundle {new} ({other.nbytes} bytes, version {self.bundles[new].version}) cannot supersede "
+                    f"bundle {old} ({one.nbytes} bytes)"
+                )
+        for old, new in message.pairs:
+            form, record = self.bundles[old].spec, self.bundles[new]
+            self._end(old)
+            self._rename(record, form)
+            self._placement.used(new)  # its next use is that of its form
+        self._look_far = True
+
+    def _check_exists(self, bundle: int) -> None:
+        if bundle not in self.bundles or self.bundles[bundle].state == State.DOOMED:
+            raise ProtocolError(f"bundle {bundle} does not exist in this session")
 
     def _end(self, bundle: int) -> None:
         """The client has no more use for it; grants of it that it has not used are void on both sides."""

@@ -111,5 +111,14 @@ class Discard:
     bundles: tuple[int, ...]
 
 
-ClientBody = Demand | Void | Used | Accessed | Commit | Done | Discard
+@dataclass(frozen=True, slots=True)
+class Supersede:
+    """Client to daemon, one transaction: (old, new) bundles of one size that nobody leases. The old one ends, and the
+    new one is from now on of its form.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+
+
+ClientBody = Demand | Void | Used | Accessed | Commit | Done | Discard | Supersede
 DaemonBody = Grant | Refuse | Surrender

@@ -130,11 +130,11 @@ class Pins:
         for serial in _check_distinct(serials, "done names", "a grant"):
             self.grant(serial)
 
-    def check_discard(self, bundles: Iterable[int]) -> None:
-        """Raises ProtocolError unless nobody uses the bundles."""
-        for bundle in _check_distinct(bundles, "discard names"):
+    def check_unused(self, bundles: Iterable[int], what: str) -> None:
+        """Raises ProtocolError unless nobody uses the bundles, each named once."""
+        for bundle in _check_distinct(bundles, f"{what} names"):
             if self._leased(bundle):
-                raise ProtocolError(f"discard of bundle {bundle}, which is leased or asked for")
+                raise ProtocolError(f"{what} of bundle {bundle}, which is leased or asked for")
 
     def pushed_on(self, bundle: int) -> list[int]:
         """Serials of grants of the bundle that nobody uses."""

@@ -20,6 +20,7 @@ from tiermem.grants.messages import (
     Done,
     Grant,
     Refuse,
+    Supersede,
     Surrender,
     Used,
     Void,
@@ -240,11 +241,23 @@ class GrantTable:
     def discard(self, bundles: Iterable[int]) -> None:
         """Give up bundles for good. The caller holds no lease of them."""
         gone = tuple(bundles)
-        leased = {lease.grant.bundle for lease in self._leases.values()}.intersection(gone)
-        if leased:
-            raise ProtocolError(f"discard of leased bundles {sorted(leased)}")
+        self._check_idle(gone, "discard")
         self._forget(set(gone))
         self.outbox.append(Discard(gone))
+
+    def supersede(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Of each pair (old, new) the old bundle ends, and the new one takes its place. The caller holds no lease of
+        either.
+        """
+        changed = tuple(pairs)
+        self._check_idle([bundle for pair in changed for bundle in pair], "supersede")
+        self._forget({old for old, _ in changed})
+        self.outbox.append(Supersede(changed))
+
+    def _check_idle(self, bundles: Iterable[int], what: str) -> None:
+        leased = {lease.grant.bundle for lease in self._leases.values()}.intersection(bundles)
+        if leased:
+            raise ProtocolError(f"{what} of leased bundles {sorted(leased)}")
 
     def _forget(self, bundles: set[int]) -> None:
         """Bundles have ended, and every unused grant of them (in flight ones are dropped when they come)."""

@@ -21,6 +21,7 @@ from tiermem.grants.messages import (
     Done,
     Grant,
     Refuse,
+    Supersede,
     Surrender,
     Used,
     Void,
@@ -31,7 +32,7 @@ from tiermem.rpc.v1 import tiermem_pb2 as pb
 
 MAX_BATCH = 256
 """Messages in a batch: an event loop decodes it at one go."""
-BODIES = frozenset({"demand", "void", "used", "accessed", "commit", "done", "discard"})
+BODIES = frozenset({"demand", "void", "used", "accessed", "commit", "done", "discard", "supersede"})
 """What `decode_client` takes."""
 _RUN = struct.Struct("<2I")
 _ROW = struct.Struct("<3Q3I")  # of Grants
@@ -88,6 +89,8 @@ def encode_client(message: ClientBody) -> pb.ClientMessage:
             return pb.ClientMessage(done=pb.Done(serials=pack_u64(serials)))
         case Discard(bundles):
             return pb.ClientMessage(discard=pb.Discard(bundles=pack_u64(bundles)))
+        case Supersede(pairs):
+            return pb.ClientMessage(supersede=pb.Supersede(pairs=pack_u64(b for pair in pairs for b in pair)))
 
 
 def encode_together(items: Sequence[ClientBody | pb.ClientMessage]) -> pb.ClientMessage:
@@ -137,6 +140,8 @@ def decode_client(message: pb.ClientMessage) -> ClientBody:
             return Done(unpack_u64(message.done.serials, "done.serials"))
         case "discard":
             return Discard(unpack_u64(message.discard.bundles, "discard.bundles"))
+        case "supersede":
+            return Supersede(tuple((o, n) for o, n in unpack_rows(message.supersede.pairs, 2, "supersede.pairs")))
         case other:
             raise ProtocolError(f"message {other!r} is not expected here")
 

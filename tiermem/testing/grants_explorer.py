@@ -20,6 +20,7 @@ from tiermem.grants.messages import (
     Done,
     Grant,
     Refuse,
+    Supersede,
     Surrender,
     Used,
     Void,
@@ -209,6 +210,8 @@ class _Key:
                 return "done", self.held(serials)
             case Discard(bundles):
                 return "discard", tuple(self.ids.get(b, -1) for b in bundles)
+            case Supersede(pairs):
+                return "supersede", tuple((self.ids.get(o, -1), self.ids.get(n, -1)) for o, n in pairs)
             case Grant():
                 return self.grant(message)
             case Void(lane, epoch, held):
@@ -268,8 +271,8 @@ class _Key:
             tuple((lane, self.epochs[lane][epoch]) for lane, epoch in world.epochs.items()),
         )
         queues = tuple(self.message(m) for m in world.up), tuple(self.message(m) for m in world.down)
-        left = world.commits, world.creates, world.discards, world.faults, world.deaths, world.shrinks, world.alive
-        return bundles, truth, daemon, client, queues, left
+        made = world.commits, world.creates, world.discards, world.supersedes
+        return bundles, truth, daemon, client, queues, (made, world.faults, world.deaths, world.shrinks, world.alive)
 
 
 def _ranks(values: Iterable[int]) -> dict[int, int]:

@@ -80,7 +80,10 @@ class World(WorldState):
         for thread, most in self.config.threads:
             yield from self._thread_actions(thread, most)
         if self.discards:
-            yield from (("discard", b) for b in self.newest if self.newest[b] and not self._busy(b))
+            yield from (("discard", b) for b in self._at_rest())
+        if self.supersedes:
+            pairs = itertools.permutations(self._at_rest(), 2)
+            yield from (("supersede", old, new) for old, new in pairs if self.frames[old] == self.frames[new])
         if self.deaths:
             yield from (("die", arrived) for arrived in range(len(self.up) + 1))
 
@@ -137,6 +140,10 @@ class World(WorldState):
         ]
         return not others or (not hold.lease.mode.writes and "writing" not in others)
 
+    def _at_rest(self) -> list[int]:
+        """Bundles that hold bytes and that no thread has to do with."""
+        return [b for b in self.newest if self.newest[b] and not self._busy(b)]
+
     def _busy(self, bundle: int, mode: Mode | None = None) -> bool:
         """Leased or asked for, in `mode` or in any."""
         modes = [h.lease.mode for h in self.holds.values() if h.lease.grant.bundle == bundle]
@@ -175,6 +182,10 @@ class World(WorldState):
                 self.discards -= 1
                 self.table.discard([bundle])
                 self._end(bundle)
+            case ("supersede", int(old), int(new)):
+                self.supersedes -= 1
+                self.table.supersede([(old, new)])
+                self._end(old)
             case ("die", int(arrived)):
                 self.deaths -= 1
                 self.alive = False

@@ -15,7 +15,18 @@ from tiermem.bundle import BundleSpec, Kind, Mode
 from tiermem.errors import Code
 from tiermem.grants.foresight import Use
 from tiermem.grants.ledger import GrantLedger
-from tiermem.grants.messages import ClientBody, Commit, DaemonBody, Demand, Discard, Done, Grant, Refuse, Void
+from tiermem.grants.messages import (
+    ClientBody,
+    Commit,
+    DaemonBody,
+    Demand,
+    Discard,
+    Done,
+    Grant,
+    Refuse,
+    Supersede,
+    Void,
+)
 from tiermem.grants.table import GrantTable, Lease, Waiter
 from tiermem.plan import Access
 from tiermem.residency import RESIDENT, State
@@ -62,6 +73,7 @@ class Config:
     predictions: tuple[Prediction, ...] = ((),)
     ahead_frames: int = 0
     shrinks: int = 0
+    supersedes: int = 0
 
     def lane(self, thread: str) -> str:
         return WORKER if thread in self.workers else MAIN
@@ -178,6 +190,7 @@ class WorldState:
         self.failing = False
         self.commits, self.creates, self.discards = config.commits, config.creates, config.discards
         self.faults, self.deaths, self.shrinks = config.faults, config.deaths, config.shrinks
+        self.supersedes = config.supersedes
         # The truth: newest committed version of every live bundle, bytes in frames and flash, transfers in flight.
         self.newest: dict[int, int] = {}
         self.frames: dict[int, int] = {}
@@ -272,6 +285,8 @@ class WorldState:
                     ended |= set(serials)
                 case Discard(bundles):
                     gone |= set(bundles)
+                case Supersede(pairs):
+                    gone |= {old for old, _ in pairs}
                 case Demand(lane) | Void(lane):
                     void.add(lane)
         for serial, pin in self.ledger.pins.granted.items():

@@ -48,6 +48,14 @@ MAKES = Config(
 )
 """Bundles are created, used up and discarded, and granted ahead meanwhile."""
 
+REPLACES = Config(
+    *(2, 5, (1, 1), (1, 2), (("M", 1),), (READ, UPDATE), 0),
+    supersedes=1,
+    predictions=(NOTHING, (("", 2, READ), ("", 1, READ))),
+    ahead_frames=2,
+)
+"""A bundle takes the place of another, while both are granted ahead."""
+
 SMALL: dict[str, tuple[Config, int]] = {
     "3 bundles, 2 frames, read and update": (ONE, 1_500),
     "a thread that holds two": (replace(ONE, threads=(("M", 2),), modes=(READ,), commits=0), 600),
@@ -64,6 +72,7 @@ SMALL: dict[str, tuple[Config, int]] = {
     "ahead, a shrink": (replace(AHEAD, shrinks=1), 4_000),
     "ahead, two at one go": (replace(AHEAD, threads=(("M", 2),), modes=(READ,), commits=0), 4_500),
     "ahead, death anywhere": (replace(TIGHT, deaths=1), 1_300),
+    "ahead, one takes the place of another": (REPLACES, 1),
 }
 """By name: a world, and the least number of its states."""
 
@@ -113,6 +122,7 @@ WALKED = [
         predictions=_FORESEEN,
         ahead_frames=5,
         shrinks=2,
+        supersedes=3,
     ),
     Config(
         *(8, 24, (1, 2, 3, 1, 2), (1, 2, 3, 4), (("M", 4), ("W", 3)), (READ, UPDATE, CONSUME), 60, 12, 6, 3, 1, True),
@@ -121,6 +131,7 @@ WALKED = [
         _FORESEEN,
         6,
         1,
+        4,
     ),
     Config(
         *(6, 40, (1, 2, 3, 1), (1, 2, 3, 4), (("M", 1), ("W", 3)), (UPDATE,), 60, 6, 2, -1, 0, True),

@@ -179,6 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
                 assert isinstance(waiter.error, WorkingSetTooLarge | TierIOError | TierFull | DataLoss), waiter.error
         self.send()
         if failed:
+            assert self.mover.wait_idle(WAIT_S)  # what failed together with it is heard of by then
             self.faults_seen = self.faults.fired
         return leased
 
@@ -315,13 +316,19 @@ class StoreMachine(RuleBasedStateMachine):
             self.table.commit([], [self.leases.pop(leased).grant.serial])
             self.send()
 
-    @rule(choices=st.lists(st.integers(0, 999), min_size=1, max_size=3))
-    def discard(self, choices: list[int]) -> None:
+    @rule(choices=st.lists(st.integers(0, 999), min_size=1, max_size=3), replaced=st.booleans())
+    def discard(self, choices: list[int], replaced: bool) -> None:
+        """`replaced`: the first gives its place to another of its size, if there is one."""
         if not self.idle():
             return
         chosen = {self.pick(self.idle(), choice) for choice in choices}
         for bundle in chosen:
             del self.committed[bundle]
+        first = min(chosen)
+        heir = next((b for b in self.idle() if self.sizes[b] == self.sizes[first]), None)
+        if replaced and heir is not None:
+            chosen.remove(first)
+            self.table.supersede([(first, heir)])
         self.table.discard(chosen)
         self.send()
 

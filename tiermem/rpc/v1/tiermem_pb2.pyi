@@ -34,6 +34,7 @@ class NoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOTICE_KIND_COMPILE_UNSEEN: _ClassVar[NoticeKind]
     NOTICE_KIND_PAGEABLE_COPIES: _ClassVar[NoticeKind]
     NOTICE_KIND_UPDATE_BARRIER: _ClassVar[NoticeKind]
+    NOTICE_KIND_UPDATE_NOT_EARLY: _ClassVar[NoticeKind]
 
 class DeviceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -67,6 +68,7 @@ NOTICE_KIND_COMPILED_ACROSS_UNITS: NoticeKind
 NOTICE_KIND_COMPILE_UNSEEN: NoticeKind
 NOTICE_KIND_PAGEABLE_COPIES: NoticeKind
 NOTICE_KIND_UPDATE_BARRIER: NoticeKind
+NOTICE_KIND_UPDATE_NOT_EARLY: NoticeKind
 DEVICE_KIND_UNSPECIFIED: DeviceKind
 DEVICE_KIND_EMULATED: DeviceKind
 DEVICE_KIND_CUDA: DeviceKind
@@ -153,7 +155,7 @@ class Spans(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ..., rows: _Optional[bytes] = ..., complete: _Optional[bool] = ...) -> None: ...
 
 class ClientMessage(_message.Message):
-    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close", "adopt", "notice", "void", "used", "accessed", "batch", "trace", "device_report")
+    __slots__ = ("open", "declare", "admit", "demand", "commit", "done", "discard", "close", "adopt", "notice", "void", "used", "accessed", "batch", "trace", "device_report", "supersede")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DECLARE_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +172,7 @@ class ClientMessage(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_REPORT_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDE_FIELD_NUMBER: _ClassVar[int]
     open: Open
     declare: Declare
     admit: Admit
@@ -186,7 +189,8 @@ class ClientMessage(_message.Message):
     batch: ClientBatch
     trace: Trace
     device_report: DeviceReport
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., void: _Optional[_Union[Void, _Mapping]] = ..., used: _Optional[_Union[Used, _Mapping]] = ..., accessed: _Optional[_Union[Accessed, _Mapping]] = ..., batch: _Optional[_Union[ClientBatch, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., device_report: _Optional[_Union[DeviceReport, _Mapping]] = ...) -> None: ...
+    supersede: Supersede
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., declare: _Optional[_Union[Declare, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., discard: _Optional[_Union[Discard, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., notice: _Optional[_Union[Notice, _Mapping]] = ..., void: _Optional[_Union[Void, _Mapping]] = ..., used: _Optional[_Union[Used, _Mapping]] = ..., accessed: _Optional[_Union[Accessed, _Mapping]] = ..., batch: _Optional[_Union[ClientBatch, _Mapping]] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ..., device_report: _Optional[_Union[DeviceReport, _Mapping]] = ..., supersede: _Optional[_Union[Supersede, _Mapping]] = ...) -> None: ...
 
 class ClientBatch(_message.Message):
     __slots__ = ("messages",)
@@ -331,6 +335,12 @@ class Discard(_message.Message):
     BUNDLES_FIELD_NUMBER: _ClassVar[int]
     bundles: bytes
     def __init__(self, bundles: _Optional[bytes] = ...) -> None: ...
+
+class Supersede(_message.Message):
+    __slots__ = ("pairs",)
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    pairs: bytes
+    def __init__(self, pairs: _Optional[bytes] = ...) -> None: ...
 
 class Notice(_message.Message):
     __slots__ = ("kind", "count", "text")
