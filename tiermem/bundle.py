@@ -60,13 +60,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BundleSpec:
-    """The form of a bundle: what `create` makes. `spec_id` is the client's number for it, unique within a session."""
+    """The form of a bundle: what `create` makes. `spec_id` is the client's number for it, unique within a session.
+
+    `heir_of`: the form whose place a bundle of this one is to take (`Supersede`); 0 for none.
+    """
 
     spec_id: int
     kind: Kind
     unit: str
     nbytes: int
     tensors: tuple[TensorSpec, ...] = ()
+    heir_of: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind.name.lower()} of {self.unit or '(root)'} ({self.nbytes} bytes)"

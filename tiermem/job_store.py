@@ -118,7 +118,8 @@ class JobStore:
         self._closed = False  # guarded by _lock
 
     def _next_use(self, bundle: int) -> int | None:
-        return self._lookahead.next_use(self._ledger.bundles[bundle].spec.spec_id)
+        form = self._ledger.form_expected(bundle)
+        return self._lookahead.next_use(form) if form else None
 
     @property
     def arena_fd(self) -> int:

@@ -76,8 +76,15 @@ class StateStore:
             p: {k: place.form for k, place in places.items()} for p, places in self.places.items() if places
         }
 
-    def build(self, forms: dict[nn.Parameter, tuple[StateForm, ...]], residency: Residency) -> None:
-        """Make room for these forms; what was stored before is discarded."""
+    def build(
+        self,
+        forms: dict[nn.Parameter, tuple[StateForm, ...]],
+        residency: Residency,
+        heir_of: StateStore | None = None,
+    ) -> None:
+        """Make room for these forms; what was stored before is discarded. `heir_of`: whose place its bundles, made for
+        the same forms, are to take.
+        """
         residency.discard(self.bundles)
         for bundles in self.sets:
             residency.free_range(bundles)
@@ -88,12 +95,16 @@ class StateStore:
         if self.group.tiled:
             for member in members:
                 for form in forms[member.parameter]:
-                    self._add_tiles(member, form, residency)
+                    self._add_tiles(member, form, residency, heir_of)
         else:
-            self._add_packed(members, forms, residency)
+            self._add_packed(members, forms, residency, heir_of)
 
     def _add_packed(
-        self, members: list[ManagedParameter], forms: dict[nn.Parameter, tuple[StateForm, ...]], residency: Residency
+        self,
+        members: list[ManagedParameter],
+        forms: dict[nn.Parameter, tuple[StateForm, ...]],
+        residency: Residency,
+        heir_of: StateStore | None,
     ) -> None:
         offset, specs, offsets = 0, [], []
         for member in members:
@@ -103,13 +114,16 @@ class StateStore:
                 specs.append(TensorSpec(f"{member.name}.{form.key}", dtype, member.shape, offset, nbytes))
                 offsets.append((member.parameter, form, offset))
                 offset += round_up(max(1, nbytes), TENSOR_ALIGN_BYTES)
-        bundles = residency.new_bundles([(Kind.OPTIM, self.group.unit, offset, tuple(specs))])
+        old = () if heir_of is None else heir_of.sets[0]
+        bundles = residency.new_bundles([(Kind.OPTIM, self.group.unit, offset, tuple(specs))], old)
         self.sets.append(bundles)
         for parameter, form, at in offsets:
             place = StatePlace(form, bundles[0].range.address + at, tuple(bundles))
             self.places.setdefault(parameter, {})[form.key] = place
 
-    def _add_tiles(self, member: ManagedParameter, form: StateForm, residency: Residency) -> None:
+    def _add_tiles(
+        self, member: ManagedParameter, form: StateForm, residency: Residency, heir_of: StateStore | None
+    ) -> None:
         itemsize, total = form.dtype.itemsize, member.parameter.numel()
         requests = []
         for first in range(0, total, self.group.tile_elements):
@@ -118,7 +132,7 @@ class StateStore:
                 f"{member.name}.{form.key}", str(form.dtype).removeprefix("torch."), (count,), 0, count * itemsize
             )
             requests.append((Kind.OPTIM, self.group.unit, count * itemsize, (spec,)))
-        bundles = residency.new_bundles(requests)
+        bundles = residency.new_bundles(requests, () if heir_of is None else heir_of.sets[len(self.sets)])
         self.sets.append(bundles)
         self.places.setdefault(member.parameter, {})[form.key] = StatePlace(
             form, bundles[0].range.address, tuple(bundles)

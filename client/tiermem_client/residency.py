@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from tiermem.bundle import BundleSpec, Kind, Mode, TensorSpec
 from tiermem.errors import TiermemError
@@ -57,20 +58,25 @@ class Residency:
         session = self.session
         self.units = UnitSpans(session.trace, lambda: Costs(session.stall_s, *session.address_space.moved))
 
-    def new_bundles(self, requests: Sequence[tuple[Kind, str, int, tuple[TensorSpec, ...]]]) -> list[Bundle]:
-        """Declare bundles side by side in one range, in order; all but the last must be whole frames long."""
+    def new_bundles(
+        self, requests: Sequence[tuple[Kind, str, int, tuple[TensorSpec, ...]]], heirs_of: Sequence[Bundle] = ()
+    ) -> list[Bundle]:
+        """Declare bundles side by side in one range, in order; all but the last must be whole frames long. `heirs_of`:
+        those whose place each of them is to take (`supersede`).
+        """
         frame_bytes = self.memory.frame_bytes
         with self.session.lock:
             total = sum(nbytes for _, _, nbytes, _ in requests)
             range_ = self.memory.reserve(total)
             bundles, offset = [], 0
-            for kind, unit, nbytes, tensors in requests:
+            for (kind, unit, nbytes, tensors), old in zip_longest(requests, heirs_of):
                 if offset % frame_bytes:
                     raise TiermemError(
                         f"a tile of {unit!r} begins at byte {offset}, which is not a whole frame of {frame_bytes}"
                     )
                 self._specs += 1
-                bundles.append(Bundle(BundleSpec(self._specs, kind, unit, nbytes, tensors), range_, offset))
+                heir_of = 0 if old is None else old.spec.spec_id
+                bundles.append(Bundle(BundleSpec(self._specs, kind, unit, nbytes, tensors, heir_of), range_, offset))
                 offset += nbytes
                 self._declared_frames += self._frames(nbytes)
             if not self.keeps_idle:

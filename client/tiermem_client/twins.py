@@ -36,10 +36,11 @@ class Twin:
     def of(cls, update: GroupUpdate, residency: Residency) -> Twin:
         """Declare the bundles. They hold nothing yet."""
         twin = cls(update)
-        specs = [bundle.spec for bundle in update.group.bundles]
-        twin.parameters = residency.new_bundles([(s.kind, s.unit, s.nbytes, s.tensors) for s in specs])
+        own = update.group.bundles
+        requests = [(b.spec.kind, b.spec.unit, b.spec.nbytes, b.spec.tensors) for b in own]
+        twin.parameters = residency.new_bundles(requests, own)
         twin.store = StateStore(update.group)
-        twin.store.build(update.store.forms, residency)
+        twin.store.build(update.store.forms, residency, update.store)
         away = twin.parameters[0].address - update.group.bundles[0].address
         for piece in update.pieces:
             shadow = shadow_at(piece.managed, piece.first, piece.count, piece.whole, away)

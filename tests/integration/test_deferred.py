@@ -448,7 +448,8 @@ def test_a_groups_parameters_are_loaded_once_for_update_and_forward(tmp_path: Pa
     environ = {"TIERMEM_PLACEMENT__LOOKAHEAD": "0", "TIERMEM_PLACEMENT__POLICY": "lru"}
 
     def read_bytes(daemon: Daemon, deferred: bool) -> int:
-        training = begin(blocks(dram=str(2 * DRAM), attach_options={"deferred": deferred, "optimizer_in_backward": False}))
+        options = {"deferred": deferred, "optimizer_in_backward": False}
+        training = begin(blocks(dram=str(2 * DRAM), attach_options=options))
         with managed(training, endpoint=daemon.endpoint) as job:
             training.steps(4)
             before = job.stats().links["flash_to_dram"].bytes

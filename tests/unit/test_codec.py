@@ -71,7 +71,8 @@ def specs(draw: st.DrawFn, number: int = 0) -> BundleSpec:
         offset = draw(st.integers(0, nbytes - size))
         shape = tuple(draw(st.lists(st.integers(0, 1 << 48), max_size=5)))
         tensors.append(TensorSpec(name, draw(names), shape, offset, size))
-    return BundleSpec(draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from(Kind)), draw(names), nbytes, tuple(tensors))
+    numbers = st.integers(0, 2**32 - 1)
+    return BundleSpec(draw(numbers), draw(st.sampled_from(Kind)), draw(names), nbytes, tuple(tensors), draw(numbers))
 
 
 voids = st.builds(Void, names, u64, st.frozensets(u64, max_size=9))

@@ -322,6 +322,33 @@ def test_absurd_successions_are_refused_without_a_trace(ledger: Ledger) -> None:
     ledger.receive(Supersede(((one, other),)))
 
 
+def test_uses_of_a_form_are_expected_of_its_heir_once_there_is_one(ledger: Ledger) -> None:
+    heir = BundleSpec(9, Kind.PARAM, "twin", ONE, heir_of=ONE)
+    ledger.machine.declare([heir])
+    old = ledger.make(ONE)
+    machine = ledger.machine
+    assert (machine.expected(ONE), machine.form_expected(old)) == (old, ONE)
+    grant = ledger.lease(heir.spec_id, CREATE)
+    assert machine.expected(ONE) == old, "it holds nothing yet"
+    ledger.receive(Commit(((grant.serial, grant.bundle, 1),)))
+    ledger.done(grant)
+    assert (machine.expected(ONE), machine.form_expected(grant.bundle), machine.form_expected(old)) == (
+        grant.bundle,
+        ONE,
+        0,
+    )
+    ledger.receive(Discard((grant.bundle,)))
+    assert (machine.expected(ONE), machine.form_expected(old)) == (old, ONE)
+
+
+def test_an_heir_is_as_large_as_what_it_follows(ledger: Ledger) -> None:
+    for heir_of, match in ((TWO, "not as large"), (77, "never declared")):
+        with pytest.raises(ProtocolError, match=match):
+            ledger.machine.declare([BundleSpec(9, Kind.PARAM, "twin", ONE, heir_of=heir_of)])
+    assert 9 not in ledger.machine.specs
+    assert not ledger.machine.heirs
+
+
 # -- declarations and admission
 
 

@@ -66,6 +66,7 @@ class Holdings:
         self._bundle_frames = 0  # of all bundles
         self._charged = 0  # frames that count against the flash quota
         self.newest: dict[int, int] = {}  # the live bundle of a form that was made last
+        self.heirs: dict[int, int] = {}  # the form whose bundles are to take the place of one's
         self.adopted: set[int] = set()  # specs
         self.lanes: dict[str, Lane] = {}
         self.pins = Pins()
@@ -117,6 +118,26 @@ class Holdings:
             del self.newest[record.spec.spec_id]
         record.spec = form
         self.newest[form.spec_id] = record.bundle_id
+
+    def expected(self, form: int) -> int:
+        """The bundle that the form's next use is expected to be of, 0 for none: its heir, as soon as there is one."""
+        heir = self.newest.get(self.heirs.get(form, 0), 0)
+        return heir if heir and self.bundles[heir].version else self.newest.get(form, 0)
+
+    def form_expected(self, bundle: int) -> int:
+        """The form whose uses are expected to be of this bundle; 0 for none."""
+        spec = self.bundles[bundle].spec
+        if spec.heir_of:
+            return spec.heir_of if self.expected(spec.heir_of) == bundle else spec.spec_id
+        return spec.spec_id if spec.spec_id not in self.heirs or self.expected(spec.spec_id) == bundle else 0
+
+    def _hand_on(self, record: BundleRecord) -> None:
+        """An heir has come to be, or ends: another bundle is expected to be used next."""
+        if record.spec.heir_of:
+            self._look_far = True
+            self._placement.used(record.bundle_id)
+            if (other := self.newest.get(record.spec.heir_of)) is not None:
+                self._placement.used(other)
 
     def _discard(self, record: BundleRecord) -> None:
         self._apply(record, Event.DISCARD)

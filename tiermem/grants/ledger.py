@@ -45,10 +45,15 @@ class GrantLedger(Serving):
         for spec in specs:
             if spec.spec_id in self.specs or spec.spec_id in new:
                 raise ProtocolError(f"spec {spec.spec_id} is declared twice")
+            if spec.heir_of and self._spec(spec.heir_of).nbytes != spec.nbytes:
+                raise ProtocolError(
+                    f"spec {spec.spec_id} is not as large as spec {spec.heir_of}, whose heir it is to be"
+                )
             new[spec.spec_id] = spec
         if len(self.specs) + len(new) > MAX_SPECS:
             raise ProtocolError(f"{len(self.specs) + len(new)} specs are declared, the most are {MAX_SPECS}")
         self.specs.update(new)
+        self.heirs.update((spec.heir_of, spec.spec_id) for spec in new.values() if spec.heir_of)
 
     def admit(self, name: str, floor_specs: list[int]) -> Lane:
         """Own a budget for a lane whose largest set used together is `floor_specs`. Raises ResourceExhausted naming the
@@ -258,6 +263,7 @@ class GrantLedger(Serving):
             record = self.bundles[bundle]
             self._apply(record, Event.COMMIT)
             record.version = version
+            self._hand_on(record)
             self.pins.granted[serial].mode = Mode.READ
         for serial, bundle in commit.consumed:
             del self.pins.granted[serial]
@@ -298,6 +304,7 @@ class GrantLedger(Serving):
         """The client has no more use for it; grants of it that it has not used are void on both sides."""
         for serial in self.pins.pushed_on(bundle):
             del self.pins.granted[serial]
+        self._hand_on(self.bundles[bundle])
         self._discard(self.bundles[bundle])
 
     # -- transfers

@@ -132,7 +132,8 @@ class Serving(Holdings):
         that are resident already; frames for it come first. Where little has changed since the whole window was looked
         through, only the nearest uses are, nothing is loaded, and created only in frames that are free.
         """
-        bundles, newest, specs, frames_for = self.bundles, self.newest, self.specs, self._frames_for
+        bundles, specs, frames_for = self.bundles, self.specs, self._frames_for
+        newest = self.expected if self.heirs else self.newest.get
         far, most_frames, room_frames = self._sees_far(), self.ahead_frames, lane.room_frames
         rooms_frames, near_frames = most_frames // WINDOW_PARTS, most_frames // NEAR_PARTS
         unused = self.pins.unused(lane.name)
@@ -150,7 +151,7 @@ class Serving(Holdings):
             if spec_id in seen:
                 continue
             seen.add(spec_id)
-            record = bundles.get(newest.get(spec_id, 0))
+            record = bundles.get(newest(spec_id) or 0)
             writes = used_in is Mode.UPDATE or used_in is Mode.CREATE  # a property costs more than the rest here
             if record is not None:
                 frames = record.frames

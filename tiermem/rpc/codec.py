@@ -46,6 +46,7 @@ def encode_specs(specs: Iterable[BundleSpec]) -> pb.ClientMessage:
                         )
                         for t in s.tensors
                     ],
+                    heir_of=s.heir_of,
                 )
                 for s in specs
             ]
@@ -223,4 +224,4 @@ def _decode_spec(spec: pb.Spec, cap_bytes: int) -> BundleSpec:
         kind = Kind(spec.kind)
     except ValueError:
         raise ProtocolError(f"{where}: kind is {spec.kind}, which does not exist") from None
-    return BundleSpec(spec.spec_id, kind, short_name(spec.unit, where), nbytes, tuple(tensors))
+    return BundleSpec(spec.spec_id, kind, short_name(spec.unit, where), nbytes, tuple(tensors), spec.heir_of)

@@ -53,7 +53,8 @@ class Config:
 
     `workers` are the threads of the second lane, which has `worker_frames` of the arena. At every step the daemon
     foresees one of `predictions`, whichever the world likes, and may grant `ahead_frames` ahead of use. A shrink asks
-    the main lane for any target down to its floor, which is what its threads use together.
+    the main lane for any target down to its floor, which is what its threads use together. `heirs`: pairs of a form and
+    the form whose place its bundles may take, the latter declared before.
     """
 
     arena_frames: int
@@ -74,6 +75,7 @@ class Config:
     ahead_frames: int = 0
     shrinks: int = 0
     supersedes: int = 0
+    heirs: tuple[tuple[int, int], ...] = ()
 
     def lane(self, thread: str) -> str:
         return WORKER if thread in self.workers else MAIN
@@ -197,7 +199,9 @@ class WorldState:
         self.memory: list[Content] = [None] * config.arena_frames
         self.flash: dict[int, Content] = {}
         self.moving: dict[int, Moving] = {}
-        self.ledger.declare([BundleSpec(i, Kind.PARAM, f"u{i}", n) for i, n in enumerate(config.forms, 1)])
+        heirs = dict(config.heirs)
+        for i, n in enumerate(config.forms, 1):
+            self.ledger.declare([BundleSpec(i, Kind.PARAM, f"u{i}", n, (), heirs.get(i, 0))])
         self._admit()
 
     def _admit(self) -> None:

@@ -51,6 +51,7 @@ MAKES = Config(
 REPLACES = Config(
     *(2, 5, (1, 1), (1, 2), (("M", 1),), (READ, UPDATE), 0),
     supersedes=1,
+    heirs=((2, 1),),
     predictions=(NOTHING, (("", 2, READ), ("", 1, READ))),
     ahead_frames=2,
 )

@@ -227,18 +227,20 @@ class Declare(_message.Message):
     def __init__(self, specs: _Optional[_Iterable[_Union[Spec, _Mapping]]] = ...) -> None: ...
 
 class Spec(_message.Message):
-    __slots__ = ("spec_id", "kind", "unit", "nbytes", "tensors")
+    __slots__ = ("spec_id", "kind", "unit", "nbytes", "tensors", "heir_of")
     SPEC_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     UNIT_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    HEIR_OF_FIELD_NUMBER: _ClassVar[int]
     spec_id: int
     kind: Kind
     unit: str
     nbytes: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, spec_id: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., unit: _Optional[str] = ..., nbytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    heir_of: int
+    def __init__(self, spec_id: _Optional[int] = ..., kind: _Optional[_Union[Kind, str]] = ..., unit: _Optional[str] = ..., nbytes: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., heir_of: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "dtype", "shape", "offset_bytes", "nbytes")
