@@ -4,7 +4,7 @@ reads besides the gradient is loaded once instead of twice.
 *Optimistic*: the update is computed beside the present values (`twins`), which stay what everybody sees. `step()`
 confirms it where it would compute the very same: nothing that the update has read was written since, and the step is
 recorded with the same hyperparameters. Otherwise it is undone, and nobody could tell that it was. Tried where steps
-before were like that (`rhythm`).
+before were like that, and kept to where steps become shorter by it (`rhythm`).
 
 *Opted in*: the update is made in place and uses the gradient up. What would show that, or need the gradient, is
 refused with a reason.
@@ -13,6 +13,8 @@ refused with a reason.
 from __future__ import annotations
 
 import enum
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,11 +32,12 @@ from tiermem_client.optimizer_state import is_large
 from tiermem_client.pending import Asked, PendingUpdate
 from tiermem_client.pieces import GroupUpdate, Piece, of_tile
 from tiermem_client.residency import Residency
-from tiermem_client.rhythm import Rhythm, Trust
+from tiermem_client.rhythm import Rhythm, Trial, Trust
 from tiermem_client.shadow import StepRecord, as_called_from_python, own_modes, shadow_step
 from tiermem_client.twins import Twin, lease_for
 from tiermem_client.units import ManagedParameter
 
+_log = logging.getLogger("tiermem.job")
 _past_guards = torch._C.DisableTorchFunctionSubclass
 
 
@@ -48,10 +51,14 @@ class InBackward(enum.Enum):
 
 @dataclass(slots=True)
 class EarlyStats:
-    """Groups that were updated inside backward: confirmed by `step()`, or undone."""
+    """Groups that were updated inside backward: confirmed by `step()`, or undone. `step_s`, `deferred_step_s`: median
+    seconds from one `step()` to the next with such updates and without, as last measured; None before.
+    """
 
     confirmed: int = 0
     undone: int = 0
+    step_s: float | None = None
+    deferred_step_s: float | None = None
 
 
 class Owner(Protocol):
@@ -82,13 +89,21 @@ class _Early:
 class EarlyUpdates:
     """Of one job. `accumulated` is called by the thread that runs backward; everything else by the user's."""
 
-    def __init__(self, owner: Owner, updates: list[GroupUpdate], mode: InBackward) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        updates: list[GroupUpdate],
+        mode: InBackward,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.owner, self.mode = owner, mode
         self.stats = EarlyStats()
         self.on_stop: Callable[[str], None] = lambda text: None  # called once
         self._updates = {p.managed.parameter: update for update in updates for p in update.pieces}
         self._rhythm = Rhythm(self._updates)
         self._trust = Trust()
+        self._trial = Trial()
+        self._clock, self._stepped_s = clock, clock()
         self._twins: dict[GroupUpdate, Twin] = {}
         self._done: dict[GroupUpdate, _Early] = {}
         self._index: dict[nn.Parameter, int] = {}  # of each parameter's group in the step before
@@ -133,6 +148,7 @@ class EarlyUpdates:
             and not residency.keeps_idle
             and not residency.memory.keeps_copies
             and not update.changes_grads
+            and self._trial.wants
             and self._trust.allows(len(self._done))
             and all(bundle.stored for bundle in update.store.bundles)
             and all(piece.settled for piece in update.pieces if piece.managed.parameter in asked)
@@ -272,8 +288,25 @@ class EarlyUpdates:
                 self._twins[update].discard(residency)
         self.stats.confirmed += len(right)
         self.stats.undone += len(done) - len(right)
+        self._measure(bool(done))
         self._trust.stepped(update in right for update in done)
         return list(right)
+
+    def _measure(self, tried: bool) -> None:
+        """How long the step was that ends now, if it was wholly with such updates, or without."""
+        now_s, before_s = self._clock(), self._stepped_s
+        self._stepped_s = now_s
+        trial, trust = self._trial, self._trust
+        if tried is not trial.wants or (tried and not trust.whole):
+            trial.interrupted()
+        elif trial.stepped(now_s - before_s):
+            self.stats.step_s, self.stats.deferred_step_s = trial.with_s, trial.without_s
+            _log.info(
+                "updates inside backward %s: %.3f s a step with them, %.3f s without",
+                "pay" if trial.pays else "do not pay",
+                trial.with_s,
+                trial.without_s,
+            )
 
     def _confirms(
         self, early: _Early, asked: dict[nn.Parameter, Asked], record: StepRecord, update: GroupUpdate
