@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from benchmarks import example, grant_path, mover, placement, resident, scale
+from benchmarks import example, grant_path, mover, oversubscribed, placement, resident, scale
 from benchmarks.report import Report, write_json
 
 
@@ -33,6 +33,7 @@ class Benchmark(Protocol):
 BENCHMARKS: dict[str, Benchmark] = {
     "example": example,
     "resident": resident,
+    "oversubscribed": oversubscribed,
     "placement": placement,
     "grant_path": grant_path,
     "mover": mover,

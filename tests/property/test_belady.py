@@ -7,7 +7,7 @@ from tiermem.bundle import Mode
 from tiermem.forecast import Forecast
 from tiermem.placement.belady import Belady
 from tiermem.plan import Access, BundleUse, Phase, Plan, PlannedAccess
-from tiermem.testing.placement_sim import LruPolicy, OfflinePolicy, PredictedPolicy, simulate
+from tiermem.planner.cache import LruPolicy, OfflinePolicy, PredictedPolicy, simulate
 
 
 def plan_of_bundles(bundles: list[int]) -> Plan:

@@ -10,8 +10,7 @@ from tiermem.placement.base import Placement
 from tiermem.placement.belady import Belady
 from tiermem.placement.lru import LeastRecentlyUsed
 from tiermem.plan import Access, BundleUse, Phase, Plan, PlannedAccess
-from tiermem.testing.access_sequences import SCRIPTS, Experts, Script, Update
-from tiermem.testing.placement_sim import (
+from tiermem.planner.cache import (
     CacheCount,
     LruPolicy,
     OfflinePolicy,
@@ -20,6 +19,7 @@ from tiermem.testing.placement_sim import (
     plan_of,
     simulate,
 )
+from tiermem.testing.access_sequences import SCRIPTS, Experts, Script, Update
 
 
 def belady(distances: dict[int, int], *uses: int) -> Belady:

@@ -176,19 +176,26 @@ class _Cache:
 
 
 def simulate(plan: Plan, capacity_bytes: int, policy: SimulatedPolicy, warm_up: int = 0) -> CacheCount:
-    """Run the accesses through a cache that is empty at first; the first `warm_up` of them are not counted.
+    """Run the accesses through a cache that is empty at first; the first `warm_up` of them are not counted. Raises as
+    `simulate_each`.
+    """
+    counts = simulate_each(plan, capacity_bytes, policy)
+    total = counts[-1] if counts else CacheCount()
+    return total.minus(counts[warm_up - 1]) if 0 < warm_up <= len(counts) else total
+
+
+def simulate_each(plan: Plan, capacity_bytes: int, policy: SimulatedPolicy) -> list[CacheCount]:
+    """What had been counted after each access.
 
     All bundles of an access are in the cache together (ValueError where they do not fit), but for those that the policy
     lets bypass it: they are read into room outside, and written back from there.
     """
-    cache = _Cache(capacity_bytes, policy)
-    before = CacheCount()
+    cache, counts = _Cache(capacity_bytes, policy), []
     for number, planned in enumerate(plan):
-        if number == warm_up:
-            before = cache.count()
         policy.began(number, planned)
         cache.access(planned)
-    return cache.count().minus(before)
+        counts.append(cache.count())
+    return counts
 
 
 def plan_of(accesses: Iterable[Access], uses: Callable[[Access], tuple[BundleUse, ...]]) -> Plan:

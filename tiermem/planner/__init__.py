@@ -1,0 +1,1 @@
+"""What a step would move and how long it would take: simulation and bounds. Pure."""
