@@ -213,7 +213,7 @@ class EarlyUpdates:
             twins = [twin.pieces[piece] for piece in pieces]
             grads = []
             for piece, other, one in zip(pieces, twins, asked, strict=True):
-                grad = piece.grad_view(GradBook.zeros(one.slot) if one.zero else one.slot.real)
+                grad = one.grad_of(piece)
                 other.shadow.grad = grad
                 grads.append((grad, grad._version))
             states = {other.shadow: other.state for other in twins}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from tiermem.errors import TiermemError, Unsupported
+from tiermem_client.folding import Operation, Unscaling, change_of, norm_of
 from tiermem_client.grad_slots import GradSlot
 from tiermem_client.residency import Residency
 
@@ -30,12 +31,19 @@ class Book(Protocol):
 
     def check(self, slot: GradSlot) -> None: ...
 
+    def answered(self, slot: GradSlot, key: Hashable, operation: Operation | None) -> Any: ...
+
+    def change_later(self, slot: GradSlot, change: Operation) -> bool: ...
+
+    def unscale_later(self, slot: GradSlot, unscaling: Unscaling) -> bool: ...
+
 
 class GradHandle(torch.Tensor):
     """What `p.grad` is while the gradient lives in the store: shape, dtype and device of the real one, no bytes.
 
-    Every operation leases the bytes, runs on the real tensor and is done with it; lists (`_foreach`) go one element at
-    a time, so memory stays bounded. A handle that dies frees its gradient.
+    Every operation leases the bytes, runs on the real tensor and is done with it, but for those that need none of them
+    (`folding`). Lists (`_foreach`) go one element at a time, so memory stays bounded. A handle that dies frees its
+    gradient.
     """
 
     _book: Book
@@ -104,7 +112,33 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """
     book = next(h._book for h in pytree.tree_leaves((args, kwargs)) if isinstance(h, GradHandle))
     with book.residency.session.lock:
-        return _run_locked(func, args, kwargs)
+        done, out = _without_bytes(func, args, kwargs)
+        return out if done else _run_locked(func, args, kwargs)
+
+
+def _without_bytes(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Do what needs none of the gradient's bytes now; whether it was such an operation, and its result."""
+    if (norm := norm_of(func, args, kwargs, GradHandle)) is not None:
+        handle = _first(args)
+        handle._book.check(handle.slot)
+        out = handle._book.answered(handle.slot, *norm)
+        return out is not None, out
+    done = False
+    if (change := change_of(func, args, kwargs, GradHandle)) is not None:
+        handle = _first(args)
+        handle._book.check(handle.slot)
+        done = handle._book.change_later(handle.slot, change)
+    elif (unscaling := Unscaling.of(func, args, kwargs, GradHandle)) is not None:
+        handle = _first(args)
+        handle._book.check(handle.slot)
+        done = handle._book.unscale_later(handle.slot, unscaling)
+    return done, args[0] if done and func._schema.returns else None
+
+
+def _first(args: Any) -> GradHandle:
+    handle = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+    assert isinstance(handle, GradHandle)
+    return handle
 
 
 def _run_locked(func: Any, args: Any, kwargs: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import torch
 
+from tiermem_client.folding import Answer, Operation
 from tiermem_client.memory import Bundle
 from tiermem_client.storage_swap import alias
 from tiermem_client.units import Group, ManagedParameter
@@ -14,7 +16,8 @@ from tiermem_client.units import Group, ManagedParameter
 @dataclass(slots=True, eq=False)
 class GradSlot:
     """Where a parameter's gradient lies. `owners` counts live handles; `zero`: the bytes count as zeros, whatever lies
-    there; `generation`: how often it was zeroed or dropped; `used_up`: an update inside backward has had it.
+    there; `generation`: how often it was zeroed or dropped; `used_up`: an update inside backward has had it. `changes`
+    are still to be made of the bytes, in order; `answers` are of the bytes as they are.
     """
 
     store: GradStore
@@ -27,6 +30,8 @@ class GradSlot:
     zero: bool = True
     generation: int = 0
     used_up: bool = False
+    changes: list[Operation] = field(default_factory=list)
+    answers: dict[Hashable, Answer] = field(default_factory=dict, repr=False)
     _real: torch.Tensor | None = field(default=None, repr=False)
 
     @property

@@ -9,7 +9,7 @@ when another group is touched.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,12 @@ from tiermem.errors import Unsupported
 from tiermem.layout import TENSOR_ALIGN_BYTES
 from tiermem.plan import Phase
 from tiermem.units import round_up
+from tiermem_client.folding import FINITE, MOST_CHANGES, Operation, Questions, Unscaling, changes_nothing
 from tiermem_client.grad_handles import GradHandle
 from tiermem_client.grad_slots import GradSlot, GradStore
 from tiermem_client.hook_objects import LeavesNoCopy
 from tiermem_client.residency import Residency
+from tiermem_client.shadow import as_called_from_python, own_modes
 from tiermem_client.units import Group, ManagedParameter, ManagedStorage
 
 
@@ -34,6 +36,7 @@ class GradBook:
     residency: Residency
     stores: dict[Group, list[GradStore]] = field(default_factory=dict)
     on_accumulated: Callable[[ManagedParameter], None] = lambda managed: None
+    questions: Questions = field(default_factory=Questions)
     closed: bool = False  # the script must not look at gradients: updates inside backward use them up
     _kept: GradStore | None = None
     _frozen: dict[torch.nn.Parameter, ManagedParameter] = field(default_factory=dict)
@@ -152,6 +155,8 @@ class GradBook:
         if slot.zero:
             real.zero_()
             slot.zero = False
+        self.make_changes(slot)
+        slot.answers.clear()
         self._written(slot)
         return real
 
@@ -162,6 +167,7 @@ class GradBook:
         if slot.zero:
             return self.zeros(slot)
         self.keep(slot.store)
+        self.make_changes(slot)
         return slot.real
 
     @staticmethod
@@ -182,12 +188,14 @@ class GradBook:
             self.keep(slot.store)
             _copy(slot.real, grad)
             slot.zero = slot.used_up = False
+            self._forget(slot)
             self._written(slot)
         return GradHandle(self, slot)
 
     def zero(self, slot: GradSlot) -> None:
         """Make the gradient zeros, without I/O."""
         slot.zero, slot.used_up = True, False
+        self._forget(slot)
         slot.generation += 1
         self.discard_if_idle(slot.store)
 
@@ -212,6 +220,63 @@ class GradBook:
                 "inside backward; clipping, GradScaler and everything else that needs all gradients, or one backward "
                 "more than in the step before, needs a job attached without it"
             )
+
+    # -- what takes no bytes
+
+    def answer(self, managed: ManagedParameter) -> None:
+        """Answer what the script is going to ask of a gradient that was just made or added to."""
+        if not self.questions.wanted or self.residency.keeps_idle:
+            return
+        with self.residency.session.lock:
+            for store in self.stores.get(managed.storage.group, ()) if managed.storage.group is not None else ():
+                slot = store.slots.get(managed.parameter)
+                if slot is not None and not slot.zero and not slot.changes:
+                    self.keep(store)
+                    slot.answers = self.questions.answers(slot.real)
+
+    def answered(self, slot: GradSlot, key: Hashable, operation: Operation | None) -> Any:
+        """The answer to a question, None where it was not foreseen."""
+        if not self._is_as_made(slot):
+            return None
+        self.questions.asked(key, operation, slot.changes)
+        answer = slot.answers.get(key)
+        return answer.copy() if answer is not None and answer.holds(slot.changes) else None
+
+    def change_later(self, slot: GradSlot, change: Operation) -> bool:
+        """Let an element-wise change wait until somebody reads the gradient. False where it has to be made now."""
+        if not self._is_as_made(slot) or len(slot.changes) >= MOST_CHANGES:
+            return False
+        if not changes_nothing(change):
+            slot.changes.append(change)
+        return True
+
+    def unscale_later(self, slot: GradSlot, unscaling: Unscaling) -> bool:
+        """As `change_later`, where it is known whether all numbers are finite."""
+        found = self.answered(slot, FINITE, None)
+        if found is None or not self.change_later(slot, unscaling.change):
+            return False
+        torch.maximum(unscaling.found_inf, found.to(unscaling.found_inf), out=unscaling.found_inf)
+        return True
+
+    def _is_as_made(self, slot: GradSlot) -> bool:
+        """Whether its bytes are away, or may be, and no update is to write to them."""
+        outdated = self.residency.is_outdated(slot.store.bundles)
+        return not slot.zero and not self.residency.keeps_idle and not outdated
+
+    def make_changes(self, slot: GradSlot) -> None:
+        """Make those that wait, on bytes that are leased."""
+        if slot.changes:
+            self.keep(slot.store)
+            changes, slot.changes = slot.changes, []
+            slot.answers.clear()
+            with own_modes(), as_called_from_python():
+                for change in changes:
+                    change.run(slot.real)
+            self._written(slot)
+
+    def _forget(self, slot: GradSlot) -> None:
+        slot.changes = []  # an update may have those that were
+        slot.answers.clear()
 
     def _written(self, slot: GradSlot) -> None:
         for bundle in slot.store.bundles:
@@ -258,4 +323,5 @@ class _Accumulated(LeavesNoCopy):
             grad = parameter.grad
             if grad is not None and type(grad) is not GradHandle:
                 parameter.grad = self.book.put(self.managed, grad)
+        self.book.answer(self.managed)
         self.book.on_accumulated(self.managed)

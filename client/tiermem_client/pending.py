@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiermem_client.folding import Operation, changed
 from tiermem_client.grad_handles import GradHandle
 from tiermem_client.grad_slots import GradSlot, GradStore
+from tiermem_client.grads import GradBook
 from tiermem_client.memory import Bundle
 from tiermem_client.pieces import GroupUpdate, Piece
 from tiermem_client.shadow import StepRecord
@@ -27,16 +29,27 @@ from tiermem_client.shadow import StepRecord
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One parameter of a step: the index of its param group, and its gradient as it was then."""
+    """One parameter of a step: the index of its param group, and its gradient as it was then; `changes` are still to be
+    made of its bytes.
+    """
 
     index: int
     slot: GradSlot
     zero: bool
     generation: int
+    changes: tuple[Operation, ...] = ()
 
     @classmethod
     def now(cls, index: int, slot: GradSlot) -> Asked:
-        return cls(index, slot, slot.zero, slot.generation)
+        return cls(index, slot, slot.zero, slot.generation, tuple(slot.changes))
+
+    def grad_of(self, piece: Piece) -> torch.Tensor:
+        """The piece of the gradient that an update is to read: in its place, whose bytes are leased, unless it was zero
+        or there are changes to be made; then a copy.
+        """
+        if self.zero:
+            return piece.grad_view(GradBook.zeros(self.slot))
+        return changed(piece.grad_view(self.slot.real), self.changes)
 
     @property
     def still_there(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiermem.bundle import Mode
+from tiermem.errors import TiermemError
 from tiermem.plan import Phase
 from tiermem_client.grads import GradBook
 from tiermem_client.heap import large_blocks_mapped
@@ -74,6 +75,12 @@ class Transactions:
     def _keep_changed(self, piece: Piece, asked: Asked, grad: torch.Tensor) -> None:
         """The optimizer wrote to a gradient (SGD with nesterov does), which the script may read afterwards."""
         slot = asked.slot
+        if asked.changes:  # made before the step for optimizers that were seen to do this
+            raise TiermemError(
+                f"{type(self.optimizer).__name__} has changed the gradient of {piece.managed.name!r}, which it did not "
+                "in earlier steps"
+            )
+        slot.answers.clear()
         if asked.zero and asked.still_there:  # it saw zeros that nobody has stored
             piece.grad_view(self.book.writable(slot)).copy_(grad)
         if not asked.zero or asked.still_there:
@@ -83,8 +90,7 @@ class Transactions:
     def _prepare(self, pieces: list[Piece], asked: list[Asked]) -> list[torch.Tensor]:
         grads = []
         for piece, gradient in zip(pieces, asked, strict=True):
-            whole = self.book.zeros(gradient.slot) if gradient.zero else gradient.slot.real
-            grad = piece.grad_view(whole)
+            grad = gradient.grad_of(piece)
             piece.shadow.grad = grad
             grads.append(grad)
         return grads

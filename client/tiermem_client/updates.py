@@ -166,8 +166,9 @@ class Updater:
         for pending in set(self._pending.values()):
             if mine[pending.update]:
                 self._apply(pending)
-        self.book.settle()
         record = StepRecord.capture(self.optimizer)
+        self._change_now(handles, record)
+        self.book.settle()
         asked = {p: Asked.now(index, handle.slot) for p, (index, handle) in taken.items()}
         early = self.early.stepped(asked, record)
         parts = [
@@ -180,6 +181,15 @@ class Updater:
         if self.early.mode is InBackward.OPTIMISTIC:
             _bump(done)
         self._step = StepInProgress(parts, {p: weakref.ref(handle) for p, handle in handles.items()}, done)
+
+    def _change_now(self, handles: Mapping[nn.Parameter, GradHandle], record: StepRecord) -> None:
+        """Make the changes that wait of gradients which the optimizer writes to, or may."""
+        self.book.questions.stepped()
+        for update in self.updates:
+            for parameter in dict.fromkeys(piece.managed.parameter for piece in update.pieces):
+                writes = update.changes_grads or record.unscales_silently or parameter not in self._updated
+                if writes and (handle := handles.get(parameter)) is not None:
+                    self.book.make_changes(handle.slot)
 
     def _queue(self, parts: list[PendingUpdate]) -> None:
         with self.residency.session.lock:
