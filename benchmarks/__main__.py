@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from benchmarks import example, grant_path, mover, oversubscribed, placement, resident, scale
+from benchmarks import ablation, example, grant_path, mover, oversubscribed, placement, resident, scale
 from benchmarks.report import Report, write_json
 
 
@@ -34,6 +34,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "example": example,
     "resident": resident,
     "oversubscribed": oversubscribed,
+    "ablation": ablation,
     "placement": placement,
     "grant_path": grant_path,
     "mover": mover,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,18 +108,23 @@ class Burster:
 
 
 @contextlib.contextmanager
-def started(name: str, module: str, arguments: Sequence[str], python: str = sys.executable) -> Iterator[Burster]:
-    """The process, ready and stopped. It is gone afterwards, with what it started."""
+def started(
+    name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None, module: str = CHILD
+) -> Iterator[Burster]:
+    """The process, ready and stopped; `environment` is added to this one's. It is gone afterwards, with what it
+    started.
+    """
     with tempfile.TemporaryDirectory() as folder:
         errors = Path(folder) / "stderr"
         with errors.open("w") as stderr:
             process = subprocess.Popen(
-                [python, "-m", module, *arguments],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
                 cwd=ROOT,
+                env={**os.environ, **(environment or {})},
             )
         burster = Burster(name, process, errors)
         try:

@@ -58,6 +58,17 @@ def measure_rates(directory: Path, nbytes: int = GIB, rounds: int = 3) -> DiskRa
         return DiskRates(read=one.nbytes / read_s, write=one.nbytes / write_s, both=one.nbytes / both_s)
 
 
+def digest_rate(rounds: int = 20) -> float:
+    """Bytes a second of one core that makes digests, the fastest of `rounds` chunks."""
+    chunk = os.urandom(CHUNK_BYTES)
+    seconds = []
+    for _ in range(rounds):
+        started_s = time.perf_counter()
+        xxhash.xxh3_64_digest(chunk)
+        seconds.append(time.perf_counter() - started_s)
+    return CHUNK_BYTES / min(seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class _Work:
     """Chunks to move, and how many threads do it."""

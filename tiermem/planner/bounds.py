@@ -23,6 +23,10 @@ class DiskRates:
             if not rate > 0:
                 raise InvalidArgument(f"the disk's rate {name!r} is {rate}; give bytes a second above 0")
 
+    def best_of(self, other: DiskRates) -> DiskRates:
+        """Each rate as the faster of two measurements: a bound is what the disk can do."""
+        return DiskRates(max(self.read, other.read), max(self.write, other.write), max(self.both, other.both))
+
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
         """The least time to read and write so much: both directions together as long as there are bytes of both, unless
         one after the other is faster.
