@@ -44,8 +44,8 @@ proto: .venv/installed  ## regenerate tiermem/rpc/v1 from the .proto file (below
 stress: .venv/installed  ## the tests that take minutes
 	$(BIN)/python -m pytest -m stress --timeout=3600 -o faulthandler_timeout=3500 $(ARGS)
 
-bench: .venv/installed  ## the benchmarks
-	$(BIN)/python -m benchmarks $(ARGS)
+bench: .venv/installed  ## the benchmarks; their results go to benchmarks/RESULTS.md
+	$(BIN)/python -m benchmarks --keep $(ARGS)
 
 gpu: .venv/installed  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu $(ARGS)

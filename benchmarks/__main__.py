@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME] [--json FILE]`: run one benchmark, or all of them with their defaults.
+"""`python -m benchmarks [NAME] [--json FILE] [--keep]`: run one benchmark, or all of them with their defaults.
 
 A benchmark is a module of this package with TITLE, `add_arguments` and `run`, and an entry in BENCHMARKS. It imports
 torch and the like only inside `run`.
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from benchmarks import ablation, example, grant_path, mover, oversubscribed, placement, resident, scale
 from benchmarks.report import Report, write_json
+from benchmarks.results import keep
 
 
 class Benchmark(Protocol):
@@ -47,12 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Without a NAME, all of them.")
     parser.add_argument("--list", action="store_true", help="say which there are")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there (without a NAME, a list)")
+    keeping = "keep it in RESULTS.md and results/ beside this program, with a picture"
+    parser.add_argument("--keep", action="store_true", help=keeping)
     names = parser.add_subparsers(dest="name", metavar="NAME")
     parsers = {}
     for name, benchmark in BENCHMARKS.items():
         parsers[name] = names.add_parser(name, help=benchmark.TITLE, description=benchmark.TITLE)
         benchmark.add_arguments(parsers[name])
         parsers[name].add_argument("--json", type=Path, metavar="FILE", default=argparse.SUPPRESS)
+        parsers[name].add_argument("--keep", action="store_true", default=argparse.SUPPRESS, help=keeping)
     args = parser.parse_args(argv)
     if args.list:
         for name, benchmark in BENCHMARKS.items():
@@ -65,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = BENCHMARKS[name].run(options)
         report.print(console)
         reports.append(report.as_json())
+        if args.keep:
+            keep(reports[-1], Path(__file__).parent)
     if args.json:
         write_json(args.json, reports if args.name is None else reports[0])
     return 0

@@ -89,7 +89,7 @@ class Report:
         for column in columns:
             table.add_column(column, justify="right")
         for row in self.rows:
-            table.add_row(*(_text(column, row[column]) for column in columns))
+            table.add_row(*(cell(column, row[column]) for column in columns))
         console.print(table)
         target = "none stated" if self.target is None else f"{self.target:.3g}"
         console.print(f"figure   {self.figure:.3g}  ({self.what})")
@@ -101,7 +101,8 @@ class Report:
         console.print(f"command  {self.command}")
 
 
-def _text(column: str, value: object) -> str:
+def cell(column: str, value: object) -> str:
+    """A value as text, by the unit in its column's name."""
     if value is None:
         return "-"
     if isinstance(value, int | float) and "bytes" in column:

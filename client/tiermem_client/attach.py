@@ -53,6 +53,7 @@ from tiermem_client.units import (
     weight_of,
 )
 from tiermem_client.updates import Updater
+from tiermem_client.vertical import Vertical
 
 if TYPE_CHECKING:
     import transformers
@@ -362,6 +363,7 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
         lambda unit: guards.shut(unit.used),
         Cuts(lambda text: _tell(job, NoticeKind.COMPILED_ACROSS_UNITS, text)),
     )
+    job.vertical = Vertical(hooks, lambda: _grad_left(job))
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
     job.undo.append(ModelCheckpoints(job.residency, job.storages, copies).install(job.model))
@@ -379,6 +381,17 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
         for managed in storage.parameters:
             guards.cover(managed.parameter, storage.group.bundles)
     job.undo.append(guards.uncover_all)
+
+
+def _grad_left(job: Job) -> str | None:
+    """The name of a parameter whose gradient is not zero."""
+    for storage in job.storages.values():
+        for managed in storage.parameters:
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = managed.parameter.grad
+            if grad is not None and (type(grad) is not GradHandle or not grad.slot.zero):
+                return managed.name
+    return None
 
 
 def _tell(job: Job, kind: NoticeKind, text: str) -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from tiermem.bundle import Mode
-from tiermem.errors import InvalidArgument, TiermemError
+from tiermem.errors import InvalidArgument, TiermemError, Unsupported
 from tiermem.notices import MAX_COUNT, Notice, NoticeKind
 from tiermem.stats import LinkStats, TierStats
 from tiermem.trace import STEPS, Span
@@ -33,6 +33,7 @@ from tiermem_client.storage_swap import evacuate
 from tiermem_client.trace_recordings import TraceRecordings
 from tiermem_client.units import ManagedStorage
 from tiermem_client.updates import Updater
+from tiermem_client.vertical import Vertical
 
 _log = logging.getLogger("tiermem.job")
 
@@ -93,6 +94,7 @@ class Job:
     notices: list[Notice] = field(default_factory=list, repr=False)
     reported: int = field(default=0, repr=False)  # of the notices
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    vertical: Vertical | None = field(default=None, repr=False)
     adopted: list[ManagedStorage] = field(default_factory=list, repr=False)  # storages whose bytes are in the store
     adopted_file_bytes: int = 0
     attached: bool = True
@@ -164,6 +166,29 @@ class Job:
         if report is not None and now_s - self.device_told_s >= interval_s:
             self.device_told_s = now_s
             self.residency.session.report_device(report)
+
+    def accumulate(
+        self, body: Callable[[Any], Any], batches: Iterable[Any], seeds: Iterable[int] | None = None
+    ) -> list[Any]:
+        """Gradient accumulation in which all microbatches pass a unit before the next unit runs: parameters and
+        gradients are fetched once for all of them, at the price of activations of all.
+
+        `body(batch)` is the loop's own body up to backward: forward, loss, `loss.backward()` (or accelerate's, or of a
+        scaled loss), `.item()`; or it returns the loss, and backward is called for it. All bodies wait at their
+        backward until it has run for all together, so what follows it sees the whole gradient. Returns what the bodies
+        returned, in order. `optimizer.step()` and accelerate's `accumulate` stay outside.
+
+        Losses and gradients are bit for bit those of `for batch in batches: body(batch)`, but for the order of summing
+        up in parameters that are used by more than one unit (tied weights). A forward that draws random numbers needs
+        `seeds`, one for each microbatch; the reference is that loop with `torch.manual_seed(seed)` before each body.
+
+        Raises Unsupported (random numbers without seeds; gradients that are not zero; nested calls; create_graph),
+        InvalidArgument, and whatever a body raises. Then no gradient has changed, unless it came after backward.
+        """
+        if self.vertical is None or not self.attached:
+            raise Unsupported(f"job {self.name!r} has ended; accumulate needs an attached model")
+        seeds = None if seeds is None else list(seeds)
+        return self.vertical.accumulate(body, list(batches), seeds)
 
     def trace(self, path: str | os.PathLike[str], steps: int = 1) -> None:
         """Record from now until the optimizer has ended `steps` steps, and write the file then: units, waits, transfers

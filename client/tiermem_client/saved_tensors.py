@@ -89,10 +89,20 @@ class SavedTensorHooks:
 
     # -- pushing and popping
 
+    @property
+    def pushed(self) -> list[Any]:
+        """Ours that are on this thread's stack, the lowest first; whoever exchanges that stack exchanges this too."""
+        pushed: list[Any] = self._local.__dict__.setdefault("pushed", [])
+        return pushed
+
+    @pushed.setter
+    def pushed(self, pushed: list[Any]) -> None:
+        self._local.pushed = pushed
+
     @_disable_dynamo
     def push(self) -> bool:
         """Put ours on this thread's top unless they are there. True if they were pushed, and `pop` is owed."""
-        pushed: list[Any] = self._local.__dict__.setdefault("pushed", [])
+        pushed = self.pushed
         top = _autograd._top_saved_tensors_default_hooks(False)
         if pushed and top is not None and top[0] is pushed[-1]:
             return False

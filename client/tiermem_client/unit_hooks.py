@@ -36,7 +36,11 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class UnitHooks:
-    """Hooks of all units of a model. `enter` and `leave` pair also when a forward raises (hooks are called always)."""
+    """Hooks of all units of a model. `enter` and `leave` pair also when a forward raises (hooks are called always).
+
+    `park` is called before a unit is entered outside backward; `grouped` is one whose access has been reported for
+    several microbatches together.
+    """
 
     residency: Residency
     saved: SavedTensorHooks
@@ -45,6 +49,8 @@ class UnitHooks:
     on_leave: Callable[[Unit], None] = lambda unit: None
     cuts: Cuts = field(default_factory=Cuts)
     capturing: Callable[[], bool] = stream_is_capturing
+    park: Callable[[Unit], None] | None = None
+    grouped: Unit | None = None
     _entries: dict[Unit, list[_Entry]] = field(default_factory=dict)
 
     def install(self, model: nn.Module, units: list[Unit]) -> Callable[[], None]:
@@ -86,7 +92,8 @@ class UnitHooks:
         else:
             self.saved.abandon()
             self.residency.bring_up_to_date(unit.bundles)
-            self.residency.accessed(unit.name, Phase.FORWARD, unit.modules[0].training)
+            if unit is not self.grouped:
+                self.residency.accessed(unit.name, Phase.FORWARD, unit.modules[0].training)
             self.residency.acquire(unit.bundles, Mode.READ)
             entry.leased = True
         self.on_enter(unit)
@@ -170,6 +177,8 @@ class _Enter(LeavesNoCopy):
         if module is self.module:
             if (current := region()) is not None:
                 self.hooks.cuts.entered(current, self.unit, self.unit.name)
+            if self.hooks.park is not None and not self.hooks.saved.in_backward():
+                self.hooks.park(self.unit)
             self.hooks.enter(self.unit)
 
 
