@@ -14,7 +14,7 @@ from typing import Protocol
 
 from rich.console import Console
 
-from benchmarks import ablation, example, grant_path, mover, oversubscribed, placement, resident, scale
+from benchmarks import ablation, example, grant_path, mover, oversubscribed, placement, resident, scale, vertical
 from benchmarks.report import Report, write_json
 from benchmarks.results import keep
 
@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "example": example,
     "resident": resident,
     "oversubscribed": oversubscribed,
+    "vertical": vertical,
     "ablation": ablation,
     "placement": placement,
     "grant_path": grant_path,

@@ -28,6 +28,7 @@ PICTURES = {
     "oversubscribed": Bars(
         ("shape", "budget", "way"), ("plain", "phase", "resource"), "over the step (1: at the bound)"
     ),
+    "vertical": Bars(("microbatches", "order"), ("plain", "resource"), "over the step"),
     "ablation": Bars(("way", "policy"), ("plain",), "plain step / step"),
     "placement": Bars(("budget", "variant"), ("step_s", "stall_s"), "seconds"),
     "example": Bars(("variant",), ("over plain", "over bound"), "step / other"),
