@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, overload
 
 import torch
@@ -19,6 +20,9 @@ from tiermem.layout import arena_layout
 from tiermem.notices import NoticeKind
 from tiermem.units import format_size
 from tiermem_client import compiled, storage_swap
+from tiermem_client.activation_hooks import check_policies, new_activations, recompute_units
+from tiermem_client.activation_policy import Policy, policies_for
+from tiermem_client.activations import Activations
 from tiermem_client.address_space import Mechanism
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
 from tiermem_client.compiled import Cuts, cuda_graph_refusals
@@ -33,7 +37,7 @@ from tiermem_client.guard import GuardBook
 from tiermem_client.heap import map_large_blocks, trim_heap, unmap_large_blocks
 from tiermem_client.integrations import resolve
 from tiermem_client.job import Job, close_all, remember
-from tiermem_client.memory import Memory
+from tiermem_client.memory import Bundle, Memory
 from tiermem_client.opening import open_session
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
@@ -73,6 +77,7 @@ def attach(
     device: str | None = None,
     deferred: bool = True,
     optimizer_in_backward: bool | None = None,
+    activations: str | Mapping[str, str] = "keep",
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -88,6 +93,7 @@ def attach(
     device: str | None = None,
     deferred: bool = True,
     optimizer_in_backward: bool | None = None,
+    activations: str | Mapping[str, str] = "keep",
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -103,6 +109,7 @@ def attach(
     device: str | None = None,
     deferred: bool = True,
     optimizer_in_backward: bool | None = None,
+    activations: str | Mapping[str, str] = "keep",
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job:
@@ -120,8 +127,12 @@ def attach(
     update is done when something of it is needed next, unless everything fits; False: inside `step()`.
     `optimizer_in_backward`: by default groups are updated inside backward where steps before have been such that
     `step()` will confirm it, and nobody can tell; False: never; True: always, using gradients up, so that nothing may
-    look at them, or at parameters before `step()`. `endpoint`: a service's socket, or "embedded"; default
-    TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may be silent.
+    look at them, or at parameters before `step()`. `activations`: what is to become of the tensors that autograd saves:
+    "keep" leaves them in the script's memory, "recompute" runs a unit's forward again in backward, "offload" puts them
+    into the tiers, where they share `dram` with everything else; one policy for all, or a mapping from unit names or
+    patterns ("layers.1?", "*") to policies, of which the first that matches counts. `endpoint`: a service's socket, or
+    "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may be
+    silent.
 
     Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
     floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.
@@ -135,6 +146,9 @@ def attach(
     units = discover_units(model)
     if not units:
         raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
+    policies = policies_for(activations, [unit.name for unit in units])
+    named = () if isinstance(activations, str) else activations
+    check_policies(policies, named, units, device or "")
     for refusal in cuda_graph_refusals(model):
         raise Unsupported(refusal)
     storages = collect_storages(model, units, target)
@@ -150,9 +164,9 @@ def attach(
     try:
         attached.relocation.go(model)
         _find_files(storages, optimizer, sources)
-        _build(attached, units, optimizer, forms, deferred, in_backward)
+        floor = _build(attached, units, optimizer, forms, deferred, in_backward)
         _adopt(attached, units, sources)
-        _hook(attached, units, optimizer)
+        _hook(attached, units, optimizer, policies, floor)
         attached.report()
         attached.begin()
     except BaseException:
@@ -236,7 +250,7 @@ def _build(
     forms: dict[nn.Parameter, OptimizerForm],
     deferred: bool,
     in_backward: InBackward,
-) -> None:
+) -> list[Bundle]:
     """Cut units into groups, declare all bundles, and be admitted with the floor that they imply."""
     residency, session = job.residency, job.residency.session
 
@@ -270,6 +284,7 @@ def _build(
     residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor.bundles])
     if not residency.keeps_idle and map_large_blocks():
         job.undo.append(unmap_large_blocks)
+    return floor.bundles
 
 
 def _parameters_used(module: nn.Module, unit: Unit, hooked: set[nn.Module]) -> list[nn.Parameter]:
@@ -351,19 +366,32 @@ def _adopt(job: Job, units: list[Unit], sources: FileSources) -> None:
         job.updater.shown.adopt()
 
 
-def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
-    saved = SavedTensorHooks(job.residency, job.storages, job.book.settle)
+def _hook(
+    job: Job,
+    units: list[Unit],
+    optimizer: torch.optim.Optimizer | None,
+    policies: Mapping[str, Policy],
+    floor: list[Bundle],
+) -> None:
+    def kept(text: str) -> None:
+        _tell(job, NoticeKind.ACTIVATIONS_KEPT, text)
+
+    activations = new_activations(job.model, job.residency, floor, policies, kept, job.book.settle)
+    saved = SavedTensorHooks(job.residency, job.storages, job.book.settle, activations)
     guards = GuardBook(job.residency, saved)
     hooks = UnitHooks(
         job.residency,
         saved,
         job.book,
-        lambda unit: _enter(unit, guards, job.book),
-        lambda unit: guards.shut(unit.used),
+        lambda unit: _enter(unit, guards, job.book, activations),
+        lambda unit: _leave(unit, guards, activations),
         Cuts(lambda text: _tell(job, NoticeKind.COMPILED_ACROSS_UNITS, text)),
     )
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
+    if activations is not None:
+        job.activations = activations.stats
+    job.undo.append(recompute_units(hooks, units, policies, job.activations, kept))
     job.undo.append(ModelCheckpoints(job.residency, job.storages, copies).install(job.model))
     job.undo.append(job.book.install(job.storages.values()))
     if optimizer is not None and job.updater is not None:
@@ -386,10 +414,18 @@ def _tell(job: Job, kind: NoticeKind, text: str) -> None:
     job.report()
 
 
-def _enter(unit: Unit, guards: GuardBook, book: GradBook) -> None:
+def _enter(unit: Unit, guards: GuardBook, book: GradBook, activations: Activations | None) -> None:
+    if activations is not None:
+        activations.enter(unit.name)
     guards.open(unit.used)
     if book.any_frozen:
         book.watch(unit.used)
+
+
+def _leave(unit: Unit, guards: GuardBook, activations: Activations | None) -> None:
+    if activations is not None:
+        activations.leave()
+    guards.shut(unit.used)
 
 
 def _abort(job: Job) -> None:
