@@ -39,6 +39,11 @@ def check_policies(policies: Mapping[str, Policy], named: Iterable[str], units: 
             raise Unsupported(refusal)
 
 
+def saves_memory(policies: Mapping[str, Policy]) -> bool:
+    """Whether large blocks come and go that are not to stay in malloc's heap."""
+    return any(policy is not Policy.KEEP for policy in policies.values())
+
+
 def new_activations(
     model: nn.Module,
     residency: Residency,

@@ -4,13 +4,17 @@ Bytes are copied into bundles once when a tensor is saved, and out of them once 
 script's memory has neither. A copy, not a lease, since nobody can say when the last view of a saved tensor is gone: so
 backward holds no more than one bundle of this kind at a time, and its floor hardly grows.
 
-[Note: what is saved once] Saved tensors that share storage share a `_Saved`, as long as they share its version counter
-and the version. What stands outside the graph (a version counter, a storage's weak reference) costs no bytes. A storage
+[Note: what is saved once] Saved tensors that share storage share a `_Saved`. As their bytes would be one in memory, so
+they are here: where the storage's bytes may have changed since (another version, or another counter, as of `x.data`),
+they are stored again in the place of the old ones, and each tensor's own version says whether autograd would refuse it.
+Not seen is what changes the bytes past the version after the last time that they were saved, if the storage is gone
+before backward. What stands outside the graph (a version counter, a storage's weak reference) costs no bytes. A storage
 that still lives in backward, because the script holds it or a restored copy is in use, is taken as it is.
 
 [Note: when bytes go] Autograd drops what a node has saved when the node has run, unless the graph is retained: then the
 bytes are there for the next backward. Either way the last handle's end discards them, unread and unwritten where they
-still are. A restored copy is kept for the other nodes of its unit, until backward turns to another unit.
+still are. A restored copy is kept for the other nodes of its unit, until backward turns to another unit; one that was
+saved outside units for its node alone.
 """
 
 from __future__ import annotations
@@ -56,24 +60,35 @@ class ActivationStats:
         return self.offloaded_bytes - self.dropped_bytes
 
 
+@dataclass(slots=True, eq=False)
+class _Stored:
+    """Where bytes are; outlives the `_Saved`, for its finalizer."""
+
+    slot: Slot
+    nbytes: int
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Saved:
     """A span of a storage's bytes, [start, start + nbytes), as it was at `version` of `counter`."""
 
-    unit: str
     origin: StorageWeakRef
     origin_bytes: int
     counter: VersionCounter
     version: int
     start: int
     nbytes: int
-    slot: Slot
+    stored: _Stored
     copy: torch.UntypedStorage | None = None  # while more of its unit's nodes may want it
     copied: StorageWeakRef | None = None
 
     def covers(self, tensor: torch.Tensor, start: int, stop: int) -> bool:
         whole = self.start <= start and stop <= self.start + self.nbytes
-        return whole and (self.start % tensor.element_size() == 0) and self.counter.is_of(tensor)
+        return whole and self.start % tensor.element_size() == 0
+
+    def is_fresh(self, tensor: torch.Tensor) -> bool:
+        """Whether the bytes of the tensor's storage are still those that are stored."""
+        return tensor._version == self.version and self.counter.is_of(tensor)
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,6 +96,7 @@ class _View:
     """One saved tensor: enough to make it again, and the version it had."""
 
     saved: _Saved
+    unit: str
     counter: VersionCounter
     version: int
     dtype: torch.dtype
@@ -139,7 +155,7 @@ class Activations:
             return None
         version, counter = tensor._version, saved.counter
         offset = int(tensor.storage_offset())
-        return _View(saved, counter, version, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return _View(saved, unit, counter, version, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def _owned(self) -> set[int]:
         if self._buffers is None:  # once for each forward
@@ -151,19 +167,29 @@ class Activations:
         start, stop = _span(tensor)
         saved = self._living.get(key)
         if saved is not None and saved.covers(tensor, start, stop):
-            return saved
-        start, stop = wanted_span(start, stop, storage.nbytes())
-        if stop - start < MIN_BYTES:
+            if saved.is_fresh(tensor):
+                return saved
+            start, stop = saved.start, saved.start + saved.nbytes
+        else:
+            saved = None
+            start, stop = wanted_span(start, stop, storage.nbytes())
+        nbytes = stop - start
+        if nbytes < MIN_BYTES:
             return None
         try:
-            slot = self.slots.store(unit, storage.data_ptr() + start, stop - start)
+            slot = self.slots.store(unit, storage.data_ptr() + start, nbytes)
         except (WorkingSetTooLarge, TierFull, ResourceExhausted) as error:
-            self._keep(unit, stop - start, error)
+            self._keep(unit, nbytes, error)
             return None
-        counter, nbytes = VersionCounter(tensor), stop - start
-        saved = _Saved(unit, StorageWeakRef(storage), storage.nbytes(), counter, tensor._version, start, nbytes, slot)
         self.stats.offloaded_bytes += nbytes
-        weakref.finalize(saved, self._end, slot, nbytes).atexit = False
+        counter, version = VersionCounter(tensor), tensor._version
+        if saved is not None:
+            self._end(_Stored(saved.stored.slot, nbytes))
+            saved.stored.slot, saved.counter, saved.version = slot, counter, version
+            return saved
+        stored = _Stored(slot, nbytes)
+        saved = _Saved(StorageWeakRef(storage), storage.nbytes(), counter, version, start, nbytes, stored)
+        weakref.finalize(saved, self._end, stored).atexit = False
         self._living[key] = saved
         return saved
 
@@ -173,12 +199,12 @@ class Activations:
             self._told = True
             self.on_kept(f"activations: {format_size(nbytes)} saved in {unit or '(root)'!r} kept in memory ({error})")
 
-    def _end(self, slot: Slot, nbytes: int) -> None:
-        """A finalizer, which may run anywhere."""
+    def _end(self, stored: _Stored) -> None:
+        """Nobody wants the bytes any more. A finalizer too, which may run anywhere."""
 
         def free() -> None:
-            self.stats.dropped_bytes += nbytes
-            self.slots.free(slot)
+            self.stats.dropped_bytes += stored.nbytes
+            self.slots.free(stored.slot)
 
         self.slots.residency.later(free)
 
@@ -191,12 +217,13 @@ class Activations:
         check_version(view.counter.now, view.version, view.size, view.dtype)
         saved = view.saved
         with self.slots.residency.session.lock:
-            self._turn_to(saved.unit)
-            storage, start = self._storage(saved)
+            if view.unit:
+                self._turn_to(view.unit)
+            storage, start = self._storage(saved, keep=bool(view.unit))
         offset = view.offset - start // view.dtype.itemsize
         return torch.empty(0, dtype=view.dtype).set_(storage, offset, view.size, view.stride)
 
-    def _storage(self, saved: _Saved) -> tuple[torch.UntypedStorage, int]:
+    def _storage(self, saved: _Saved, keep: bool) -> tuple[torch.UntypedStorage, int]:
         """A storage with the saved bytes, and where in the original its first byte was."""
         if (origin := _alive(saved.origin)) is not None and origin.nbytes() == saved.origin_bytes:
             return origin, 0
@@ -206,33 +233,37 @@ class Activations:
             return copied, saved.start
         fresh = torch.empty(saved.nbytes, dtype=torch.uint8).untyped_storage()
         try:
-            self.slots.load(saved.slot, fresh.data_ptr(), saved.nbytes)
+            self.slots.load(saved.stored.slot, fresh.data_ptr(), saved.nbytes)
         except WorkingSetTooLarge:
             self.on_pressure()
-            self.slots.load(saved.slot, fresh.data_ptr(), saved.nbytes)
+            self.slots.load(saved.stored.slot, fresh.data_ptr(), saved.nbytes)
         self.stats.restored_bytes += saved.nbytes
-        saved.copy, saved.copied = fresh, StorageWeakRef(fresh)
-        self._copied.append(weakref.ref(saved))
+        saved.copied = StorageWeakRef(fresh)
+        if keep:
+            saved.copy = fresh
+            self._copied.append(weakref.ref(saved))
         return fresh, saved.start
 
     def _turn_to(self, unit: str) -> None:
-        if unit:
-            self.slots.residency.accessed(unit, Phase.BACKWARD)
+        self.slots.residency.accessed(unit, Phase.BACKWARD)
         if unit != self._copied_for:
             self.rest()
             self._copied_for = unit
 
     def rest(self) -> None:
-        """Let go of the copies that were kept for other nodes of a unit."""
+        """Let go of the copies that were kept for other nodes of a unit. Under the client lock."""
         copied, self._copied, self._copied_for, self._buffers = self._copied, [], None, None
+        saved = None
         for reference in copied:
             if (saved := reference()) is not None:
                 saved.copy = None
+        del saved
+        self.slots.residency.run_unreferenced()
 
 
 def wanted_span(start: int, stop: int, storage_bytes: int) -> tuple[int, int]:
-    """The bytes to store for a tensor in [start, stop): the whole storage, of which others will save other parts, unless
-    the tensor has less than half of it. The beginning is aligned as the storage is.
+    """The bytes to store for a tensor in [start, stop): the whole storage, of which others will save other parts,
+    unless the tensor has less than half of it. The beginning is aligned as the storage is.
     """
     if 2 * (stop - start) >= storage_bytes:
         return 0, storage_bytes

@@ -20,7 +20,7 @@ from tiermem.layout import arena_layout
 from tiermem.notices import NoticeKind
 from tiermem.units import format_size
 from tiermem_client import compiled, storage_swap
-from tiermem_client.activation_hooks import check_policies, new_activations, recompute_units
+from tiermem_client.activation_hooks import check_policies, new_activations, recompute_units, saves_memory
 from tiermem_client.activation_policy import Policy, policies_for
 from tiermem_client.activations import Activations
 from tiermem_client.address_space import Mechanism
@@ -165,6 +165,8 @@ def attach(
         attached.relocation.go(model)
         _find_files(storages, optimizer, sources)
         floor = _build(attached, units, optimizer, forms, deferred, in_backward)
+        if (not residency.keeps_idle or saves_memory(policies)) and map_large_blocks():
+            attached.undo.append(unmap_large_blocks)
         _adopt(attached, units, sources)
         _hook(attached, units, optimizer, policies, floor)
         attached.report()
@@ -282,8 +284,6 @@ def _build(
         job.note(NoticeKind.UPDATE_BARRIER, f"update: inside step() (deferring it needs {more} more of {floor.tier})")
     residency.memory.check_floor(floor.bundles)
     residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor.bundles])
-    if not residency.keeps_idle and map_large_blocks():
-        job.undo.append(unmap_large_blocks)
     return floor.bundles
 
 
