@@ -119,7 +119,7 @@ def attach(
     by the Trainer, where it has none). Of an optimizer that accelerate has prepared the one inside is taken.
 
     `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all
-    that the state needs, if less; with a service its default share). `flash`: with an embedded daemon a directory, with
+    that the state needs, if less and no activations are offloaded; with a service its default share). `flash`: with an embedded daemon a directory, with
     a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
     removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with: "cuda:N:SIZE"
     is so much of a GPU's memory (default: half of what is free); a model that is in host memory is moved there, and
@@ -155,7 +155,9 @@ def attach(
     if any(module in _attached for module in model.modules()):
         raise InvalidArgument("this model is attached already; detach the first job before attaching again")
     forms = _probe(optimizer, storages, target)
-    session, daemon, name = open_session(dram, flash, job, endpoint, timeout_s, storages, forms)
+    session, daemon, name = open_session(
+        dram, flash, job, endpoint, timeout_s, storages, forms, Policy.OFFLOAD in policies.values()
+    )
     residency = Residency(session, _memory(choice, session, daemon))
     book = GradBook(residency)
     attached = Job(name, model, residency, storages, book, None, daemon)

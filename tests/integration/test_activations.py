@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import pickle
 import subprocess
@@ -22,6 +23,7 @@ from tests.integration.daemon_process import REPOSITORY, environment
 from tests.integration.scripts import BlockModel, NoLists, Script, batches, compare, default_loss, run
 from tests.integration.test_oracle import adamw, around, clip, gpt2, llama, sgd
 from tiermem.errors import InvalidArgument, Unsupported
+from tiermem_client.activations import _Saved
 
 
 def long(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -204,11 +206,44 @@ def test_every_byte_goes_and_comes_once(flash: Path) -> None:
     graph.job.detach()
 
 
+def test_what_several_nodes_have_saved_comes_once(flash: Path) -> None:
+    """Query, key and value are projections of one tensor, and so are gate and up."""
+    graph = Graph(flash, {"model.layers.*": "offload"}, model=llama(True))  # type: ignore[arg-type]
+    for model in (graph.plain, graph.ours):
+        long(model, graph.batch).backward()
+    assert graph.same_gradients()
+    stats = graph.job.stats().activations
+    assert 0 < stats.restored_bytes <= stats.offloaded_bytes
+    graph.job.detach()
+
+
+def test_copies_for_backward_do_not_stay(flash: Path) -> None:
+    graph = Graph(flash)
+    loss = long(graph.ours, graph.batch)
+    loss.backward(retain_graph=True)
+    found = [o for o in gc.get_objects() if type(o) is _Saved]
+    assert len(found) > 20
+    assert not any(saved.copy is not None for saved in found)
+    del found, loss
+    graph.job.detach()
+
+
+def test_a_cache_of_keys_stays_as_the_forward_has_left_it(flash: Path) -> None:
+    graph = Graph(flash, "recompute", model=llama(True))  # type: ignore[arg-type]
+    out = graph.ours(graph.batch)
+    before = [layer.keys.shape for layer in out.cache.layers]
+    out.logits.sum().backward()
+    assert [layer.keys.shape for layer in out.cache.layers] == before
+    graph.job.detach()
+
+
 def test_a_small_part_of_a_large_storage_is_saved_alone(flash: Path) -> None:
     graph = Graph(flash, model=InPlace)
-    rows = torch.randn(1 << 16, 64)  # the script's data: 16 MiB
     for model in (graph.plain, graph.ours):
-        model(rows[100:612]).backward()
+        rows = torch.randn(1 << 16, 64, generator=torch.Generator().manual_seed(2))  # 16 MiB
+        loss = model(rows[100:612])
+        del rows
+        loss.backward()
     assert graph.same_gradients()
     assert graph.job.stats().activations.offloaded_bytes < 1 << 20
     graph.job.detach()
@@ -266,7 +301,7 @@ class Counting(nn.Module):
         self.blocks = nn.ModuleList(Counts() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(block(x) for block in self.blocks)  # type: ignore[return-value]
+        return sum(block(x) for block in self.blocks)  # type: ignore[no-any-return]
 
 
 def test_a_forward_that_changes_buffers_is_not_recomputed(flash: Path) -> None:
