@@ -19,6 +19,7 @@ saved outside units for its node alone.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -123,6 +124,7 @@ class Activations:
     _copied: list[weakref.ref[_Saved]] = field(default_factory=list)
     _copied_for: str | None = None
     _buffers: set[int] | None = None
+    _full_at_bytes: float = math.inf  # so many in the store were too many in this step
     _told: bool = False
 
     # -- which unit saves
@@ -176,6 +178,9 @@ class Activations:
         nbytes = stop - start
         if nbytes < MIN_BYTES:
             return None
+        if self.stats.stored_bytes + nbytes >= self._full_at_bytes:  # the daemon would refuse again
+            self.stats.kept_bytes += nbytes
+            return None
         try:
             slot = self.slots.store(unit, storage.data_ptr() + start, nbytes)
         except (WorkingSetTooLarge, TierFull, ResourceExhausted) as error:
@@ -195,6 +200,8 @@ class Activations:
 
     def _keep(self, unit: str, nbytes: int, error: Exception) -> None:
         self.stats.kept_bytes += nbytes
+        if isinstance(error, TierFull):
+            self._full_at_bytes = self.stats.stored_bytes + nbytes
         if not self._told:
             self._told = True
             self.on_kept(f"activations: {format_size(nbytes)} saved in {unit or '(root)'!r} kept in memory ({error})")
@@ -250,9 +257,14 @@ class Activations:
             self.rest()
             self._copied_for = unit
 
+    def backward_ended(self) -> None:
+        """Room, and the model's buffers, may be others in the next forward. Under the client lock."""
+        self._full_at_bytes, self._buffers = math.inf, None
+        self.rest()
+
     def rest(self) -> None:
         """Let go of the copies that were kept for other nodes of a unit. Under the client lock."""
-        copied, self._copied, self._copied_for, self._buffers = self._copied, [], None, None
+        copied, self._copied, self._copied_for = self._copied, [], None
         saved = None
         for reference in copied:
             if (saved := reference()) is not None:

@@ -119,20 +119,20 @@ def attach(
     by the Trainer, where it has none). Of an optimizer that accelerate has prepared the one inside is taken.
 
     `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all
-    that the state needs, if less and no activations are offloaded; with a service its default share). `flash`: with an embedded daemon a directory, with
-    a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
-    removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with: "cuda:N:SIZE"
-    is so much of a GPU's memory (default: half of what is free); a model that is in host memory is moved there, and
-    back at `detach`. "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `deferred`: an
-    update is done when something of it is needed next, unless everything fits; False: inside `step()`.
-    `optimizer_in_backward`: by default groups are updated inside backward where steps before have been such that
-    `step()` will confirm it, and nobody can tell; False: never; True: always, using gradients up, so that nothing may
-    look at them, or at parameters before `step()`. `activations`: what is to become of the tensors that autograd saves:
-    "keep" leaves them in the script's memory, "recompute" runs a unit's forward again in backward, "offload" puts them
-    into the tiers, where they share `dram` with everything else; one policy for all, or a mapping from unit names or
-    patterns ("layers.1?", "*") to policies, of which the first that matches counts. `endpoint`: a service's socket, or
-    "embedded"; default TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may be
-    silent.
+    that the state needs, if less and no activations are offloaded; with a service its default share). `flash`: with an
+    embedded daemon a directory, with a service the job's quota as a size; default a private directory under
+    TIERMEM_FLASH or the user's cache directory, removed at exit. `device`: a third tier above DRAM, in which the
+    tensors lie that are computed with: "cuda:N:SIZE" is so much of a GPU's memory (default: half of what is free); a
+    model that is in host memory is moved there, and back at `detach`. "emulated:SIZE" is ordinary memory that is filled
+    and emptied as a GPU's would be. `deferred`: an update is done when something of it is needed next, unless
+    everything fits; False: inside `step()`. `optimizer_in_backward`: by default groups are updated inside backward
+    where steps before have been such that `step()` will confirm it, and nobody can tell; False: never; True: always,
+    using gradients up, so that nothing may look at them, or at parameters before `step()`. `activations`: what is to
+    become of the tensors that autograd saves: "keep" leaves them in the script's memory, "recompute" runs a unit's
+    forward again in backward, "offload" puts them into the tiers, where they share `dram` with everything else; one
+    policy for all, or a mapping from unit names or patterns ("layers.1?", "*") to policies, of which the first that
+    matches counts. `endpoint`: a service's socket, or "embedded"; default TIERMEM_ENDPOINT, else a running service,
+    else embedded. `timeout_s`: how long a daemon may be silent.
 
     Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
     floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.

@@ -215,7 +215,7 @@ class SavedTensorHooks:
             self._release([h for h in self._holds if h.task == task])
             if not self._tasks:
                 if self.activations is not None:
-                    self.activations.rest()
+                    self.activations.backward_ended()
                 self.on_backward_end()
                 self.residency.rests()
 
