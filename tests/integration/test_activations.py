@@ -11,6 +11,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from tests.integration.scripts import BlockModel, NoLists, Script, batches, comp
 from tests.integration.test_oracle import adamw, around, clip, gpt2, llama, sgd
 from tiermem.errors import InvalidArgument, Unsupported
 from tiermem_client.activations import _Saved
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own use of torch.jit
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 
 
 def long(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -76,10 +82,19 @@ def test_bit_for_bit(name: str, choice: str, tmp_path: Path) -> None:
 class Graph:
     """A model with and without tiermem, and the same inputs."""
 
-    def __init__(self, flash: Path, activations: Any = "offload", model: type[nn.Module] = BlockModel, **options: Any):
+    def __init__(
+        self,
+        flash: Path,
+        activations: Any = "offload",
+        model: Callable[[], nn.Module] = BlockModel,
+        prepare: Callable[[Any], None] = lambda model: None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.plain: Any = model()
         self.ours: Any = copy.deepcopy(self.plain)
+        prepare(self.plain)
+        prepare(self.ours)
         optimizer = torch.optim.SGD(self.ours.parameters())
         options = {"dram": "3MiB", "flash": flash, "endpoint": "embedded", "activations": activations, **options}
         self.job = tiermem.attach(self.ours, optimizer, **options)
@@ -208,7 +223,7 @@ def test_every_byte_goes_and_comes_once(flash: Path) -> None:
 
 def test_what_several_nodes_have_saved_comes_once(flash: Path) -> None:
     """Query, key and value are projections of one tensor, and so are gate and up."""
-    graph = Graph(flash, {"model.layers.*": "offload"}, model=llama(True))  # type: ignore[arg-type]
+    graph = Graph(flash, {"model.layers.*": "offload"}, model=llama(True))
     for model in (graph.plain, graph.ours):
         long(model, graph.batch).backward()
     assert graph.same_gradients()
@@ -229,7 +244,7 @@ def test_copies_for_backward_do_not_stay(flash: Path) -> None:
 
 
 def test_a_cache_of_keys_stays_as_the_forward_has_left_it(flash: Path) -> None:
-    graph = Graph(flash, "recompute", model=llama(True))  # type: ignore[arg-type]
+    graph = Graph(flash, "recompute", model=llama(True))
     out = graph.ours(graph.batch)
     before = [layer.keys.shape for layer in out.cache.layers]
     out.logits.sum().backward()
@@ -287,15 +302,20 @@ def test_a_copy_of_a_recomputed_model_is_plain(copied: Any, flash: Path) -> None
     assert "forward" not in block.__dict__
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    for block in model.blocks:  # type: ignore[union-attr]
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[None]:
+    torch.compile(lambda x: x + 1, backend="aot_eager")(torch.ones(1))  # what torch keeps for the whole process
+    yield
+    torch._dynamo.reset()
+
+
+def compile_blocks(model: Any) -> None:
+    for block in model.blocks:
         block.compile(backend="aot_eager")
-    return model
 
 
-def test_compiled_blocks_are_offloaded(flash: Path) -> None:
-    graph = Graph(flash, model=lambda: compiled(BlockModel()))  # type: ignore[arg-type]
-    compiled(graph.plain)
+def test_compiled_blocks_are_offloaded(compiler: None, flash: Path) -> None:
+    graph = Graph(flash, prepare=compile_blocks)
     for _ in range(2):
         for model in (graph.plain, graph.ours):
             long(model, graph.batch).backward()
@@ -307,7 +327,7 @@ def test_compiled_blocks_are_offloaded(flash: Path) -> None:
 
 def test_compiled_blocks_are_not_recomputed(flash: Path) -> None:
     with pytest.raises(Unsupported, match=r"'blocks\.0' is compiled, and what runs again"):
-        Graph(flash, "recompute", model=lambda: compiled(BlockModel()))  # type: ignore[arg-type]
+        Graph(flash, "recompute", prepare=compile_blocks)
 
 
 class Counts(nn.Module):
@@ -337,7 +357,7 @@ def test_a_forward_that_changes_buffers_is_not_recomputed(flash: Path) -> None:
 
 
 def test_what_the_model_checkpoints_itself_is_not_recomputed_twice(flash: Path) -> None:
-    graph = Graph(flash, "recompute", model=around("nonreentrant"))  # type: ignore[arg-type]
+    graph = Graph(flash, "recompute", model=around("nonreentrant"))
     torch.manual_seed(5)
     long(graph.plain, graph.batch).backward()
     torch.manual_seed(5)
