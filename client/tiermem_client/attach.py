@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import nn
 
-from tiermem.bundle import Mode
 from tiermem.errors import InvalidArgument, TiermemError, Unsupported
-from tiermem.layout import arena_layout
 from tiermem.notices import NoticeKind
 from tiermem.units import format_size
 from tiermem_client import compiled, storage_swap
@@ -24,6 +22,7 @@ from tiermem_client.activation_hooks import check_policies, new_activations, rec
 from tiermem_client.activation_policy import Policy, policies_for
 from tiermem_client.activations import Activations
 from tiermem_client.address_space import Mechanism
+from tiermem_client.adoption import adopt, find_files
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
 from tiermem_client.compiled import Cuts, cuda_graph_refusals
 from tiermem_client.devices import DeviceChoice, memory_for, parse_device
@@ -31,7 +30,6 @@ from tiermem_client.early_updates import InBackward
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.file_backed import FileSources
 from tiermem_client.floors import choose_floor
-from tiermem_client.grad_handles import GradHandle
 from tiermem_client.grads import GradBook
 from tiermem_client.guard import GuardBook
 from tiermem_client.heap import map_large_blocks, trim_heap, unmap_large_blocks
@@ -44,10 +42,8 @@ from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks
 from tiermem_client.session import MAIN, Session
 from tiermem_client.shadow import OptimizerForm, OptimizerProbe
-from tiermem_client.storage_swap import rehome
 from tiermem_client.unit_hooks import UnitHooks
 from tiermem_client.units import (
-    Group,
     ManagedStorage,
     Unit,
     Weight,
@@ -165,11 +161,11 @@ def attach(
     sources = FileSources(session)
     try:
         attached.relocation.go(model)
-        _find_files(storages, optimizer, sources)
+        find_files(storages, optimizer, sources)
         floor = _build(attached, units, optimizer, forms, deferred, in_backward)
         if (not residency.keeps_idle or saves_memory(policies)) and map_large_blocks():
             attached.undo.append(unmap_large_blocks)
-        _adopt(attached, units, sources)
+        adopt(attached, units, sources)
         _hook(attached, units, optimizer, policies, floor)
         attached.report()
         attached.begin()
@@ -296,76 +292,6 @@ def _parameters_used(module: nn.Module, unit: Unit, hooked: set[nn.Module]) -> l
     if any(child in hooked and child not in unit.modules for child in module.modules() if child is not module):
         return list(module.parameters(recurse=False))
     return list(module.parameters())
-
-
-def _find_files(
-    storages: dict[int, ManagedStorage], optimizer: torch.optim.Optimizer | None, sources: FileSources
-) -> None:
-    """Note for each frozen storage the file that it seems to be in."""
-    updated = {p for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else set()
-    for storage in storages.values():
-        if not any(m.parameter.requires_grad or m.parameter in updated for m in storage.parameters):
-            storage.source = sources.find(storage.origin.data_ptr(), storage.nbytes)
-
-
-def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
-    """Leave a group's bytes in the file that they were loaded from; False if they are not there after all."""
-    file = group.storages[0].file
-    if file is None:
-        return False
-    opened, adoptions = job.residency.session.opened, []
-    chunk_bytes = arena_layout(opened.arena_bytes).chunk_bytes
-    for bundle in group.bundles:
-        first = bundle.address  # of the bundle's bytes; a tile's tensor is a part of its storage
-        parts = [
-            (s, first + t.offset_bytes - s.address) for s, t in zip(group.storages, bundle.spec.tensors, strict=True)
-        ]
-        addresses = [s.origin.data_ptr() + at for s, at in parts]
-        offsets = [s.source.offset + at for s, at in parts if s.source is not None]
-        adoption = sources.adoption(bundle.spec, addresses, offsets, file, chunk_bytes)
-        if adoption is None:
-            names = ", ".join(s.name for s in group.storages[:3])
-            job.note(
-                NoticeKind.FILE_CHANGED,
-                f"frozen weights of {group.unit!r} ({names}, ...): copied (changed since they were loaded)",
-            )
-            return False
-        adoptions.append(adoption)
-    job.residency.adopt(group.bundles, adoptions)
-    for storage in group.storages:
-        rehome(storage.storage, storage.address, storage.nbytes, tensors=storage.tensors, copy=False)
-        storage.host = None
-        job.adopted.append(storage)
-        job.adopted_file_bytes += storage.nbytes
-    return True
-
-
-def _adopt(job: Job, units: list[Unit], sources: FileSources) -> None:
-    """Bring bytes into the store: parameters, gradients that exist, optimizer state that exists."""
-    residency = job.residency
-    for refusal in sources.refusals:
-        job.note(NoticeKind.FILE_REFUSED, refusal)
-    for unit in units:
-        for group in unit.groups:
-            if _adopt_from_file(job, group, sources):
-                continue
-            residency.acquire(group.bundles, Mode.CREATE)
-            for storage in group.storages:
-                place = storage.address, storage.nbytes
-                rehome(storage.storage, *place, tensors=storage.tensors, source=storage.host)
-                storage.host = None
-                job.adopted.append(storage)
-            for bundle in group.bundles:
-                bundle.written = True
-            residency.release(group.bundles)
-    for storage in job.storages.values():
-        for managed in storage.parameters:
-            grad = managed.parameter.grad
-            if grad is not None and type(grad) is not GradHandle:
-                managed.parameter.grad = job.book.put(managed, grad)
-    job.book.settle()
-    if job.updater is not None:
-        job.updater.shown.adopt()
 
 
 def _hook(
