@@ -1,5 +1,6 @@
 """Gradient accumulation with a quarter of the state as DRAM: all microbatches unit by unit (`job.accumulate`), beside
 the ordinary order and the plain script, for 1 to 16 microbatches of the 134M model.
+
 The plain script and a variant take turns in bursts of steps (`bursts.py`).
 """
 

@@ -27,6 +27,7 @@ class NoticeKind(enum.StrEnum):
     PAGEABLE_COPIES = "pageable_copies"
     UPDATE_BARRIER = "update_barrier"
     UPDATE_NOT_EARLY = "update_not_early"
+    ACTIVATIONS_KEPT = "activations_kept"
     COMPILED_ACROSS_UNITS = "compiled_across_units"
 
     @property

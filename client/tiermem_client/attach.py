@@ -8,18 +8,21 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import nn
 
-from tiermem.bundle import Mode
 from tiermem.errors import InvalidArgument, TiermemError, Unsupported
-from tiermem.layout import arena_layout
 from tiermem.notices import NoticeKind
 from tiermem.units import format_size
 from tiermem_client import compiled, storage_swap
+from tiermem_client.activation_hooks import check_policies, new_activations, recompute_units, saves_memory
+from tiermem_client.activation_policy import Policy, policies_for
+from tiermem_client.activations import Activations
 from tiermem_client.address_space import Mechanism
+from tiermem_client.adoption import adopt, find_files
 from tiermem_client.checkpoints import ModelCheckpoints, OptimizerCheckpoints
 from tiermem_client.compiled import Cuts, cuda_graph_refusals
 from tiermem_client.devices import DeviceChoice, memory_for, parse_device
@@ -27,23 +30,20 @@ from tiermem_client.early_updates import InBackward
 from tiermem_client.embedded import EmbeddedDaemon, default_flash_directory
 from tiermem_client.file_backed import FileSources
 from tiermem_client.floors import choose_floor
-from tiermem_client.grad_handles import GradHandle
 from tiermem_client.grads import GradBook
 from tiermem_client.guard import GuardBook
 from tiermem_client.heap import map_large_blocks, trim_heap, unmap_large_blocks
 from tiermem_client.integrations import resolve
 from tiermem_client.job import Job, close_all, remember
-from tiermem_client.memory import Memory
+from tiermem_client.memory import Bundle, Memory
 from tiermem_client.opening import open_session
 from tiermem_client.private_copies import PrivateCopies
 from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks
 from tiermem_client.session import MAIN, Session
 from tiermem_client.shadow import OptimizerForm, OptimizerProbe
-from tiermem_client.storage_swap import rehome
 from tiermem_client.unit_hooks import UnitHooks
 from tiermem_client.units import (
-    Group,
     ManagedStorage,
     Unit,
     Weight,
@@ -74,6 +74,7 @@ def attach(
     device: str | None = None,
     deferred: bool = True,
     optimizer_in_backward: bool | None = None,
+    activations: str | Mapping[str, str] = "keep",
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -89,6 +90,7 @@ def attach(
     device: str | None = None,
     deferred: bool = True,
     optimizer_in_backward: bool | None = None,
+    activations: str | Mapping[str, str] = "keep",
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job: ...
@@ -104,6 +106,7 @@ def attach(
     device: str | None = None,
     deferred: bool = True,
     optimizer_in_backward: bool | None = None,
+    activations: str | Mapping[str, str] = "keep",
     endpoint: str | os.PathLike[str] | None = None,
     timeout_s: float | None = None,
 ) -> Job:
@@ -113,16 +116,20 @@ def attach(
     by the Trainer, where it has none). Of an optimizer that accelerate has prepared the one inside is taken.
 
     `dram`: bytes or text such as "4GiB", the job's share of the DRAM tier (default: half of the free memory, or all
-    that the state needs, if less; with a service its default share). `flash`: with an embedded daemon a directory, with
-    a service the job's quota as a size; default a private directory under TIERMEM_FLASH or the user's cache directory,
-    removed at exit. `device`: a third tier above DRAM, in which the tensors lie that are computed with: "cuda:N:SIZE"
-    is so much of a GPU's memory (default: half of what is free); a model that is in host memory is moved there, and
-    back at `detach`. "emulated:SIZE" is ordinary memory that is filled and emptied as a GPU's would be. `deferred`: an
-    update is done when something of it is needed next, unless everything fits; False: inside `step()`.
-    `optimizer_in_backward`: by default groups are updated inside backward where steps before have been such that
-    `step()` will confirm it, and nobody can tell; False: never; True: always, using gradients up, so that nothing may
-    look at them, or at parameters before `step()`. `endpoint`: a service's socket, or "embedded"; default
-    TIERMEM_ENDPOINT, else a running service, else embedded. `timeout_s`: how long a daemon may be silent.
+    that the state needs, if less and no activations are offloaded; with a service its default share). `flash`: with an
+    embedded daemon a directory, with a service the job's quota as a size; default a private directory under
+    TIERMEM_FLASH or the user's cache directory, removed at exit. `device`: a third tier above DRAM, in which the
+    tensors lie that are computed with: "cuda:N:SIZE" is so much of a GPU's memory (default: half of what is free); a
+    model that is in host memory is moved there, and back at `detach`. "emulated:SIZE" is ordinary memory that is filled
+    and emptied as a GPU's would be. `deferred`: an update is done when something of it is needed next, unless
+    everything fits; False: inside `step()`. `optimizer_in_backward`: by default groups are updated inside backward
+    where steps before have been such that `step()` will confirm it, and nobody can tell; False: never; True: always,
+    using gradients up, so that nothing may look at them, or at parameters before `step()`. `activations`: what is to
+    become of the tensors that autograd saves: "keep" leaves them in the script's memory, "recompute" runs a unit's
+    forward again in backward, "offload" puts them into the tiers, where they share `dram` with everything else; one
+    policy for all, or a mapping from unit names or patterns ("layers.1?", "*") to policies, of which the first that
+    matches counts. `endpoint`: a service's socket, or "embedded"; default TIERMEM_ENDPOINT, else a running service,
+    else embedded. `timeout_s`: how long a daemon may be silent.
 
     Raises InvalidArgument, Unsupported (naming what cannot be done exactly and the remedy), ResourceExhausted (the
     floor does not fit), DaemonUnavailable. After an error the model and the optimizer are as they were.
@@ -136,13 +143,18 @@ def attach(
     units = discover_units(model)
     if not units:
         raise InvalidArgument(f"{type(model).__name__} has no parameters; there is nothing to manage")
+    policies = policies_for(activations, [unit.name for unit in units])
+    named = () if isinstance(activations, str) else activations
+    check_policies(policies, named, units, device or "")
     for refusal in cuda_graph_refusals(model):
         raise Unsupported(refusal)
     storages = collect_storages(model, units, target)
     if any(module in _attached for module in model.modules()):
         raise InvalidArgument("this model is attached already; detach the first job before attaching again")
     forms = _probe(optimizer, storages, target)
-    session, daemon, name = open_session(dram, flash, job, endpoint, timeout_s, storages, forms)
+    session, daemon, name = open_session(
+        dram, flash, job, endpoint, timeout_s, storages, forms, Policy.OFFLOAD in policies.values()
+    )
     residency = Residency(session, _memory(choice, session, daemon))
     book = GradBook(residency)
     attached = Job(name, model, residency, storages, book, None, daemon)
@@ -150,10 +162,12 @@ def attach(
     sources = FileSources(session)
     try:
         attached.relocation.go(model)
-        _find_files(storages, optimizer, sources)
-        _build(attached, units, optimizer, forms, deferred, in_backward)
-        _adopt(attached, units, sources)
-        _hook(attached, units, optimizer)
+        find_files(storages, optimizer, sources)
+        floor = _build(attached, units, optimizer, forms, deferred, in_backward)
+        if (not residency.keeps_idle or saves_memory(policies)) and map_large_blocks():
+            attached.undo.append(unmap_large_blocks)
+        adopt(attached, units, sources)
+        _hook(attached, units, optimizer, policies, floor)
         attached.report()
         attached.begin()
     except BaseException:
@@ -237,7 +251,7 @@ def _build(
     forms: dict[nn.Parameter, OptimizerForm],
     deferred: bool,
     in_backward: InBackward,
-) -> None:
+) -> list[Bundle]:
     """Cut units into groups, declare all bundles, and be admitted with the floor that they imply."""
     residency, session = job.residency, job.residency.session
 
@@ -269,8 +283,7 @@ def _build(
         job.note(NoticeKind.UPDATE_BARRIER, f"update: inside step() (deferring it needs {more} more of {floor.tier})")
     residency.memory.check_floor(floor.bundles)
     residency.budget_frames = session.admit(MAIN, [bundle.spec.spec_id for bundle in floor.bundles])
-    if not residency.keeps_idle and map_large_blocks():
-        job.undo.append(unmap_large_blocks)
+    return floor.bundles
 
 
 def _parameters_used(module: nn.Module, unit: Unit, hooked: set[nn.Module]) -> list[nn.Parameter]:
@@ -282,90 +295,33 @@ def _parameters_used(module: nn.Module, unit: Unit, hooked: set[nn.Module]) -> l
     return list(module.parameters())
 
 
-def _find_files(
-    storages: dict[int, ManagedStorage], optimizer: torch.optim.Optimizer | None, sources: FileSources
+def _hook(
+    job: Job,
+    units: list[Unit],
+    optimizer: torch.optim.Optimizer | None,
+    policies: Mapping[str, Policy],
+    floor: list[Bundle],
 ) -> None:
-    """Note for each frozen storage the file that it seems to be in."""
-    updated = {p for g in optimizer.param_groups for p in g["params"]} if optimizer is not None else set()
-    for storage in storages.values():
-        if not any(m.parameter.requires_grad or m.parameter in updated for m in storage.parameters):
-            storage.source = sources.find(storage.origin.data_ptr(), storage.nbytes)
+    def kept(text: str) -> None:
+        _tell(job, NoticeKind.ACTIVATIONS_KEPT, text)
 
-
-def _adopt_from_file(job: Job, group: Group, sources: FileSources) -> bool:
-    """Leave a group's bytes in the file that they were loaded from; False if they are not there after all."""
-    file = group.storages[0].file
-    if file is None:
-        return False
-    opened, adoptions = job.residency.session.opened, []
-    chunk_bytes = arena_layout(opened.arena_bytes).chunk_bytes
-    for bundle in group.bundles:
-        first = bundle.address  # of the bundle's bytes; a tile's tensor is a part of its storage
-        parts = [
-            (s, first + t.offset_bytes - s.address) for s, t in zip(group.storages, bundle.spec.tensors, strict=True)
-        ]
-        addresses = [s.origin.data_ptr() + at for s, at in parts]
-        offsets = [s.source.offset + at for s, at in parts if s.source is not None]
-        adoption = sources.adoption(bundle.spec, addresses, offsets, file, chunk_bytes)
-        if adoption is None:
-            names = ", ".join(s.name for s in group.storages[:3])
-            job.note(
-                NoticeKind.FILE_CHANGED,
-                f"frozen weights of {group.unit!r} ({names}, ...): copied (changed since they were loaded)",
-            )
-            return False
-        adoptions.append(adoption)
-    job.residency.adopt(group.bundles, adoptions)
-    for storage in group.storages:
-        rehome(storage.storage, storage.address, storage.nbytes, tensors=storage.tensors, copy=False)
-        storage.host = None
-        job.adopted.append(storage)
-        job.adopted_file_bytes += storage.nbytes
-    return True
-
-
-def _adopt(job: Job, units: list[Unit], sources: FileSources) -> None:
-    """Bring bytes into the store: parameters, gradients that exist, optimizer state that exists."""
-    residency = job.residency
-    for refusal in sources.refusals:
-        job.note(NoticeKind.FILE_REFUSED, refusal)
-    for unit in units:
-        for group in unit.groups:
-            if _adopt_from_file(job, group, sources):
-                continue
-            residency.acquire(group.bundles, Mode.CREATE)
-            for storage in group.storages:
-                place = storage.address, storage.nbytes
-                rehome(storage.storage, *place, tensors=storage.tensors, source=storage.host)
-                storage.host = None
-                job.adopted.append(storage)
-            for bundle in group.bundles:
-                bundle.written = True
-            residency.release(group.bundles)
-    for storage in job.storages.values():
-        for managed in storage.parameters:
-            grad = managed.parameter.grad
-            if grad is not None and type(grad) is not GradHandle:
-                managed.parameter.grad = job.book.put(managed, grad)
-    job.book.settle()
-    if job.updater is not None:
-        job.updater.shown.adopt()
-
-
-def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) -> None:
-    saved = SavedTensorHooks(job.residency, job.storages, job.book.settle)
+    activations = new_activations(job.model, job.residency, floor, policies, kept, job.book.settle)
+    saved = SavedTensorHooks(job.residency, job.storages, job.book.settle, activations)
     guards = GuardBook(job.residency, saved)
     hooks = UnitHooks(
         job.residency,
         saved,
         job.book,
-        lambda unit: _enter(unit, guards, job.book),
-        lambda unit: guards.shut(unit.used),
+        lambda unit: _enter(unit, guards, job.book, activations),
+        lambda unit: _leave(unit, guards, activations),
         Cuts(lambda text: _tell(job, NoticeKind.COMPILED_ACROSS_UNITS, text)),
     )
-    job.vertical = Vertical(hooks, lambda: _grad_left(job))
+    job.vertical = Vertical(hooks, job.storages.values())
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
+    if activations is not None:
+        job.activations = activations.stats
+    job.undo.append(recompute_units(hooks, units, policies, job.activations, kept))
     job.undo.append(ModelCheckpoints(job.residency, job.storages, copies).install(job.model))
     job.undo.append(job.book.install(job.storages.values()))
     if optimizer is not None and job.updater is not None:
@@ -383,26 +339,23 @@ def _hook(job: Job, units: list[Unit], optimizer: torch.optim.Optimizer | None) 
     job.undo.append(guards.uncover_all)
 
 
-def _grad_left(job: Job) -> str | None:
-    """The name of a parameter whose gradient is not zero."""
-    for storage in job.storages.values():
-        for managed in storage.parameters:
-            with torch._C.DisableTorchFunctionSubclass():
-                grad = managed.parameter.grad
-            if grad is not None and (type(grad) is not GradHandle or not grad.slot.zero):
-                return managed.name
-    return None
-
-
 def _tell(job: Job, kind: NoticeKind, text: str) -> None:
     job.note(kind, text)
     job.report()
 
 
-def _enter(unit: Unit, guards: GuardBook, book: GradBook) -> None:
+def _enter(unit: Unit, guards: GuardBook, book: GradBook, activations: Activations | None) -> None:
+    if activations is not None:
+        activations.enter(unit.name)
     guards.open(unit.used)
     if book.any_frozen:
         book.watch(unit.used)
+
+
+def _leave(unit: Unit, guards: GuardBook, activations: Activations | None) -> None:
+    if activations is not None:
+        activations.leave()
+    guards.shut(unit.used)
 
 
 def _abort(job: Job) -> None:

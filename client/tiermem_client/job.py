@@ -21,6 +21,7 @@ from tiermem.errors import InvalidArgument, TiermemError, Unsupported
 from tiermem.notices import MAX_COUNT, Notice, NoticeKind
 from tiermem.stats import LinkStats, TierStats
 from tiermem.trace import STEPS, Span
+from tiermem_client.activations import ActivationStats
 from tiermem_client.address_space import AddressSpaceStats
 from tiermem_client.early_updates import EarlyStats
 from tiermem_client.embedded import EmbeddedDaemon
@@ -49,7 +50,7 @@ class TrainerStats:
     first choice; results are the same. `inexact` names what is not bit for bit what the plain script computes, and the
     remedy. `adopted_file_bytes` are frozen weights that are read from the file they were loaded from, and never written
     to flash. `device`: of the tier above DRAM, where there is one. `pending_updates`: groups that a `step()` is to
-    update still. `early`: groups that were updated inside backward.
+    update still. `early`: groups that were updated inside backward. `activations`: what was offloaded and recomputed.
     """
 
     job: str
@@ -73,6 +74,7 @@ class TrainerStats:
     device: DeviceStats | None = None
     pending_updates: int = 0
     early: EarlyStats = field(default_factory=EarlyStats)
+    activations: ActivationStats = field(default_factory=ActivationStats)
 
     @property
     def hit_ratio(self) -> float:
@@ -97,6 +99,7 @@ class Job:
     vertical: Vertical | None = field(default=None, repr=False)
     adopted: list[ManagedStorage] = field(default_factory=list, repr=False)  # storages whose bytes are in the store
     adopted_file_bytes: int = 0
+    activations: ActivationStats = field(default_factory=ActivationStats, repr=False)
     attached: bool = True
     device_told_s: float = 0.0  # on time.monotonic()
     recordings: TraceRecordings = field(init=False, repr=False)
@@ -134,6 +137,7 @@ class Job:
             adopted_file_bytes=self.adopted_file_bytes,
             device=memory.device,
             pending_updates=0 if self.updater is None else len(self.updater.waiting()),
+            activations=dataclasses.replace(self.activations),
             early=EarlyStats() if self.updater is None else dataclasses.replace(self.updater.early.stats),
         )
 

@@ -32,9 +32,10 @@ def open_session(
     timeout_s: float | None,
     storages: dict[int, ManagedStorage],
     forms: dict[nn.Parameter, OptimizerForm],
+    offloads: bool = False,
 ) -> tuple[Session, EmbeddedDaemon | None, str]:
     """The session, the daemon that was started for it if there is none to be found, and the job's name. Arguments and
-    errors are those of `attach`.
+    errors are those of `attach`; `offloads`: activations too, whose bytes nobody knows beforehand.
     """
     environ = os.environ
     silence_s = _timeout(timeout_s)
@@ -43,7 +44,7 @@ def open_session(
     name = job or f"{Path(sys.argv[0] or 'python').stem or 'python'}-{os.getpid()}-{next(_numbers)}"
     daemon, flash_bytes = None, 0
     if socket is None:
-        dram_bytes = dram_bytes or _default_dram_bytes(storages, forms)
+        dram_bytes = dram_bytes or _default_dram_bytes(storages, forms, offloads)
         arena_layout(dram_bytes)  # raises for sizes that make no arena, before a process is started
         if isinstance(flash, int):
             raise InvalidArgument(f"flash={flash} is a size; an embedded daemon needs a directory, flash='DIR[:SIZE]'")
@@ -83,10 +84,14 @@ def _timeout(timeout_s: float | None) -> float:
     return value
 
 
-def _default_dram_bytes(storages: dict[int, ManagedStorage], forms: dict[nn.Parameter, OptimizerForm]) -> int:
-    """All state and its slack where half of the free memory holds that, else half of the free memory."""
+def _default_dram_bytes(
+    storages: dict[int, ManagedStorage], forms: dict[nn.Parameter, OptimizerForm], offloads: bool
+) -> int:
+    """Half of the free memory; where nothing comes beside the state, no more than all state and its slack."""
+    half = psutil.virtual_memory().available // 2
+    if offloads:
+        return int(half)
     state = sum(s.nbytes for s in storages.values())
     for parameter, form in forms.items():
         state += parameter.numel() * (parameter.element_size() + form.state_bytes_per_element())
-    wanted = state + state // 8 + 64 * MIB
-    return int(min(wanted, psutil.virtual_memory().available // 2))
+    return int(min(state + state // 8 + 64 * MIB, half))

@@ -26,8 +26,10 @@ from torch._compile import _disable_dynamo
 from tiermem.bundle import Mode
 from tiermem.errors import TiermemError, Unsupported
 from tiermem.plan import Phase
+from tiermem_client.activations import Activations
 from tiermem_client.memory import Bundle
 from tiermem_client.residency import Residency
+from tiermem_client.saved_versions import check_version
 from tiermem_client.storage_swap import storage_key
 from tiermem_client.units import ManagedStorage
 
@@ -59,7 +61,7 @@ class PackedOther:
 
 @dataclass(slots=True, frozen=True)
 class PackedBelow:
-    """What the pair of hooks below ours made of it."""
+    """What the pair of hooks below ours made of it, or the store of activations."""
 
     unpack: Callable[[Any], torch.Tensor]
     value: Any
@@ -82,6 +84,7 @@ class SavedTensorHooks:
     residency: Residency
     storages: Mapping[int, ManagedStorage]
     on_backward_end: Callable[[], None]
+    activations: Activations | None = None
     _holds: list[_Hold] = field(default_factory=list)
     _tasks: set[int] = field(default_factory=set)
     _local: threading.local = field(default_factory=threading.local)
@@ -104,12 +107,19 @@ class SavedTensorHooks:
         """Put ours on this thread's top unless they are there. True if they were pushed, and `pop` is owed."""
         pushed = self.pushed
         top = _autograd._top_saved_tensors_default_hooks(False)
-        if pushed and top is not None and top[0] is pushed[-1]:
+        if pushed and top is not None and top[0] is pushed[-1][0]:
             return False
         pack, unpack = self._pair(top)
         _autograd._push_saved_tensors_default_hooks(pack, unpack)
-        pushed.append(pack)
+        pushed.append((pack, top))
         return True
+
+    @property
+    def below(self) -> tuple[Any, Any] | None:
+        """The pair below this thread's top one of ours."""
+        pushed: list[Any] = self._local.__dict__.get("pushed") or [(None, None)]
+        below: tuple[Any, Any] | None = pushed[-1][1]
+        return below
 
     @_disable_dynamo
     def pop(self) -> None:
@@ -125,6 +135,8 @@ class SavedTensorHooks:
                 return _pack_alias(storage, tensor)
             if below is not None:
                 return PackedBelow(below[1], below[0](tensor))
+            if self.activations is not None and (view := self.activations.pack(tensor)) is not None:
+                return PackedBelow(self.activations.unpack, view)
             return PackedOther(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
 
         return pack, self.unpack
@@ -137,7 +149,7 @@ class SavedTensorHooks:
         """
         match packed:
             case PackedAlias():
-                _check_version(packed.counter(), packed.version, packed.size, packed.dtype)
+                check_version(packed.counter(), packed.version, packed.size, packed.dtype)
                 group = packed.storage.group
                 assert group is not None
                 self.hold(group.owner, group.bundles, group.unit)
@@ -149,7 +161,7 @@ class SavedTensorHooks:
             case PackedBelow():
                 return packed.unpack(packed.value)
             case PackedOther():
-                _check_version(packed.tensor._version, packed.version, packed.tensor.size(), packed.tensor.dtype)
+                check_version(packed.tensor._version, packed.version, packed.tensor.size(), packed.tensor.dtype)
                 return packed.tensor
             case _:
                 raise TiermemError(f"a saved tensor of unknown form {type(packed).__name__}")
@@ -212,6 +224,8 @@ class SavedTensorHooks:
             self._tasks.discard(task)
             self._release([h for h in self._holds if h.task == task])
             if not self._tasks:
+                if self.activations is not None:
+                    self.activations.backward_ended()
                 self.on_backward_end()
                 self.residency.rests()
 
@@ -241,15 +255,6 @@ def _pack_alias(storage: ManagedStorage, tensor: torch.Tensor) -> PackedAlias:
         tensor._version,
         lambda: twin._version,
     )
-
-
-def _check_version(now: int, then: int, size: torch.Size, dtype: torch.dtype) -> None:
-    if now != then:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{dtype} {list(size)}] is at "
-            f"version {now}; expected version {then} instead."
-        )
 
 
 def _refuse_compiled_autograd() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,10 +22,11 @@ import torch
 from tiermem.bundle import Mode
 from tiermem.errors import InvalidArgument, Unsupported
 from tiermem.plan import Phase
+from tiermem_client.grad_handles import GradHandle
 from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks
 from tiermem_client.thread_state import ThreadState, rng_state, same_rng, set_rng_state
-from tiermem_client.units import Unit
+from tiermem_client.units import ManagedStorage, Unit
 
 _START = (0, -1)
 _DRAWN = (
@@ -79,10 +80,10 @@ class _Microbatch:
 
 @dataclass(slots=True, eq=False)
 class Vertical:
-    """Of one job. `grads_left` says whose gradient is not zero; nothing else may run the model meanwhile."""
+    """Of one job. Nothing else may run the model meanwhile."""
 
     hooks: Hooks
-    grads_left: Callable[[], str | None] = lambda: None
+    storages: Iterable[ManagedStorage]
     _places: dict[Unit, int] = field(default_factory=dict)
     _current: _Microbatch | None = None
 
@@ -94,7 +95,7 @@ class Vertical:
             raise InvalidArgument(f"{len(seeds)} seeds for {len(batches)} microbatches; give one for each")
         if not batches:
             return []
-        if (name := self.grads_left()) is not None:
+        if (name := self._left()) is not None:
             raise Unsupported(
                 f"accumulate adds up a step's microbatches together, but the gradient of {name!r} is not zero; call "
                 "zero_grad() before, and give all microbatches of a step to one call"
@@ -116,6 +117,15 @@ class Vertical:
         if seeds is not None:
             set_rng_state(micro[-1].rng)
         return [each.result for each in micro]
+
+    def _left(self) -> str | None:
+        """The name of a parameter whose gradient is not zero."""
+        for managed in (managed for storage in self.storages for managed in storage.parameters):
+            with torch._C.DisableTorchFunctionSubclass():
+                grad = managed.parameter.grad
+            if grad is not None and (type(grad) is not GradHandle or not grad.slot.zero):
+                return managed.name
+        return None
 
     def _microbatch(self, body: Body, batch: Any, state: ThreadState, rng: tuple[torch.Tensor, ...]) -> _Microbatch:
         run = greenlet.greenlet(lambda: body(batch))
