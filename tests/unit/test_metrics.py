@@ -154,7 +154,12 @@ def test_known_label_sets_are_there_at_zero_from_the_start() -> None:
 def test_totals_stay_when_a_job_ends() -> None:
     before, after = scrape(BUSY), scrape(dataclasses.replace(BUSY, jobs=()))
     gone = {name for name, _ in before.keys() - after.keys()}
-    assert gone == {"tiermem_job_tier_used_bytes", "tiermem_job_dirty_bytes", "tiermem_job_waiting_demands"}
+    assert gone == {
+        "tiermem_job_tier_used_bytes",
+        "tiermem_job_kind_bytes",
+        "tiermem_job_dirty_bytes",
+        "tiermem_job_waiting_demands",
+    }
     assert all(after[key] == number for key, number in before.items() if key[0].endswith("_total"))
 
 
