@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tiermem import __version__
-from tiermem.bundle import TierName
+from tiermem.bundle import Kind, TierName
 from tiermem.errors import Code
 from tiermem.notices import NoticeKind
 from tiermem.stats import (
@@ -92,6 +92,11 @@ def _job_tiers(stats: StoreStats) -> _Samples:
     return _sum_by_job(stats.jobs, lambda job: [((name,), tier.used_bytes) for name, tier in job.tiers.items()])
 
 
+def _job_kinds(stats: StoreStats) -> _Samples:
+    kinds = [kind.name.lower() for kind in Kind]
+    return _sum_by_job(stats.jobs, lambda job: _with_zeros(kinds, job.bytes_by_kind.items()))
+
+
 def _io_errors(stats: StoreStats) -> _Samples:
     sums: Counter[str] = Counter()
     for directory in stats.directories:
@@ -165,6 +170,7 @@ TABLE: tuple[MetricSpec, ...] = (
         "reason",
     ),
     _gauge("tiermem_job_tier_used_bytes", "Bytes that a live job takes in the tier.", _job_tiers, "job", "tier"),
+    _gauge("tiermem_job_kind_bytes", "Bytes of a live job's bundles, wherever they are.", _job_kinds, "job", "kind"),
     _gauge("tiermem_job_dirty_bytes", "Bytes of a live job that flash does not have yet.", _job("dirty_bytes"), "job"),
     _gauge("tiermem_job_waiting_demands", "Demands of a live job that wait now.", _job("waiting"), "job"),
     # What went wrong.

@@ -23,7 +23,7 @@ import tiermem
 from tests.integration.daemon_process import REPOSITORY, environment
 from tests.integration.scripts import BlockModel, NoLists, Script, batches, compare, default_loss, run
 from tests.integration.test_oracle import adamw, around, clip, gpt2, llama, sgd
-from tiermem.errors import InvalidArgument, Unsupported
+from tiermem.errors import DaemonUnavailable, InvalidArgument, Unsupported
 from tiermem_client.activations import _Saved
 
 pytestmark = [
@@ -74,6 +74,28 @@ def test_bit_for_bit(name: str, choice: str, tmp_path: Path) -> None:
         assert stats.stored_bytes == 0, "the graph is gone, and its bytes are not"
     if choice in ("recompute", "mixed") and name in ("blocks", "llama", "gpt2 with dropout"):
         assert stats.recomputed > 0
+
+
+WITH = {
+    "updates inside backward": {"optimizer_in_backward": True},
+    "updates inside step": {"deferred": False},
+    "all by itself": {},
+}
+
+
+@pytest.mark.parametrize("dram", ["2MiB", "64MiB"])
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("options", WITH)
+def test_with_every_way_to_update(options: str, activations: str, dram: str, tmp_path: Path) -> None:
+    script = managed(Script(lambda: BlockModel(around=True, dropout=0.1), adamw(), steps=8), activations, dram)
+    script = dataclasses.replace(
+        script, keeps_grads=False, attach_options={"activations": activations, **WITH[options]}
+    )
+    plain = run(script, attached=False)
+    ours = run(script, attached=True, flash=str(tmp_path / "flash"))
+    assert compare(plain, ours) == []
+    assert ours.stats is not None
+    assert ours.stats.activations.kept_bytes == 0
 
 
 # -- one graph, looked at closely
@@ -130,7 +152,8 @@ def test_a_graph_that_is_dropped_leaves_nothing(flash: Path) -> None:
     graph = Graph(flash)
     loss = long(graph.ours, graph.batch)
     graph.job.flush()
-    assert graph.job.stats().activations.stored_bytes > 1 << 20
+    stats = graph.job.stats()
+    assert 1 << 20 < stats.activations.stored_bytes <= stats.bytes_by_kind["activation"]
     del loss
     graph.job.flush()
     stats = graph.job.stats()
@@ -150,6 +173,41 @@ def test_a_gradient_of_a_gradient(activations: str, flash: Path) -> None:
         model.seen = hidden.grad
     assert torch.equal(graph.plain.seen, graph.ours.seen)
     graph.job.detach()
+
+
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+def test_a_forward_and_a_backward_that_raise_leave_nothing(activations: str, flash: Path) -> None:
+    graph = Graph(flash, activations)
+
+    def fail(*args: Any) -> None:
+        raise OSError("no more")
+
+    in_forward = graph.ours.blocks[3].down.register_forward_hook(fail)
+    with pytest.raises(OSError, match="no more"):
+        long(graph.ours, graph.batch)
+    in_forward.remove()
+    loss = long(graph.ours, graph.batch)
+    in_backward = graph.ours.blocks[1].norm.weight.register_hook(fail)
+    with pytest.raises(OSError, match="no more"):
+        loss.backward()
+    in_backward.remove()
+    del loss
+    graph.ours.zero_grad()
+    for model in (graph.plain, graph.ours):
+        long(model, graph.batch).backward()
+    assert graph.same_gradients()
+    graph.job.flush()
+    stats = graph.job.stats()
+    assert (stats.activations.stored_bytes, stats.leases) == (0, 0)
+    graph.job.detach()
+
+
+def test_a_graph_that_outlives_its_job_says_so(flash: Path) -> None:
+    graph = Graph(flash)
+    loss = long(graph.ours, graph.batch)
+    graph.job.detach()
+    with pytest.raises(DaemonUnavailable, match="was closed"):
+        loss.backward()
 
 
 class InPlace(nn.Module):

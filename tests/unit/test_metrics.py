@@ -44,7 +44,15 @@ BUSY = StoreStats(
         JobStats(
             "tune", "s1", 1, tiers={"dram": TierStats(50, 20)}, leases=2, leased_bytes=8, dirty_bytes=4, waiting=1
         ),
-        JobStats("tune", "s2", 2, tiers={"dram": TierStats(50, 30)}, leases=1, leased_bytes=2),
+        JobStats(
+            "tune",
+            "s2",
+            2,
+            tiers={"dram": TierStats(50, 30)},
+            leases=1,
+            leased_bytes=2,
+            bytes_by_kind={"activation": 6, "param": 1},
+        ),
         JobStats("other", "s3", 3, tiers={"flash": TierStats(50, 5)}),
     ),
     sessions_opened=9,
@@ -89,6 +97,8 @@ def test_every_number_of_a_snapshot_arrives() -> None:
         (500, "tiermem_tier_used_bytes", {"tier": "flash"}),
         (50, "tiermem_job_tier_used_bytes", {"job": "tune", "tier": "dram"}),  # two ranks of one job
         (5, "tiermem_job_tier_used_bytes", {"job": "other", "tier": "flash"}),
+        (6, "tiermem_job_kind_bytes", {"job": "tune", "kind": "activation"}),
+        (0, "tiermem_job_kind_bytes", {"job": "tune", "kind": "optim"}),
         (4, "tiermem_job_dirty_bytes", {"job": "tune"}),
         (1, "tiermem_job_waiting_demands", {"job": "tune"}),
         (21, "tiermem_hits_total", {}),
@@ -144,7 +154,12 @@ def test_known_label_sets_are_there_at_zero_from_the_start() -> None:
 def test_totals_stay_when_a_job_ends() -> None:
     before, after = scrape(BUSY), scrape(dataclasses.replace(BUSY, jobs=()))
     gone = {name for name, _ in before.keys() - after.keys()}
-    assert gone == {"tiermem_job_tier_used_bytes", "tiermem_job_dirty_bytes", "tiermem_job_waiting_demands"}
+    assert gone == {
+        "tiermem_job_tier_used_bytes",
+        "tiermem_job_kind_bytes",
+        "tiermem_job_dirty_bytes",
+        "tiermem_job_waiting_demands",
+    }
     assert all(after[key] == number for key, number in before.items() if key[0].endswith("_total"))
 
 
