@@ -62,7 +62,7 @@ def _open_files() -> frozenset[tuple[int, str]]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except FileNotFoundError:  # the listing's own descriptor
             continue
-        if target not in _LIBRARY_FILES:
+        if target not in _LIBRARY_FILES and not target.endswith(".ttf"):  # matplotlib keeps its fonts open
             found.add((int(name), target))
     return frozenset(found)
 
