@@ -233,6 +233,21 @@ def test_updates_inside_backward_that_were_opted_in_for(daemon: Daemon) -> None:
     check_equal(loop.run(daemon, optimizer_in_backward=True), loop.run())
 
 
+@pytest.mark.parametrize(
+    "activations", ["offload", "recompute", {"blocks.[0-5]": "recompute", "*": "offload"}], ids=str
+)
+@pytest.mark.parametrize("around", [False, True])
+def test_activations_that_are_not_kept(activations: Any, around: bool, daemon: Daemon) -> None:
+    """Those of all microbatches are there at once."""
+    loop = Loop(model=lambda: BlockModel(width=64, blocks=12, around=around), lengths=(100,), steps=3, microbatches=3)
+    mine, plain = loop.run(daemon, activations=activations), loop.run()
+    if not around:
+        check_equal(mine, plain)
+    assert mine.losses[:3] == plain.losses[:3]
+    for name, weight in mine.weights.items():
+        torch.testing.assert_close(weight, plain.weights[name], rtol=1e-3, atol=1e-4)
+
+
 # -- what is fetched
 
 
