@@ -79,10 +79,17 @@ def recompute_units(
     stats: ActivationStats,
     on_kept: Callable[[str], None],
 ) -> Callable[[], None]:
-    """Units whose policy it is run again in backward; returns the undo."""
+    """Units whose policy it is run again in backward; returns the undo. `on_kept` is told once why one does not."""
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        if not told:  # a session takes few notices
+            told.append(text)
+            on_kept(text)
+
     modules = [module for unit in units for module in unit.modules]
     undos = [
-        Recomputed(hooks, unit, module, stats, on_kept).install()
+        Recomputed(hooks, unit, module, stats, tell).install()
         for unit in units
         if policies[unit.name] is Policy.RECOMPUTE
         for module in unit.modules

@@ -49,7 +49,6 @@ class Recomputed:
         self._hooks, self._unit, self._module, self._stats = hooks, unit, module, stats
         self._own = "forward" in module.__dict__
         self._on_kept = on_kept
-        self._told = False
 
     def install(self) -> Callable[[], None]:
         """Returns the undo."""
@@ -100,13 +99,11 @@ class Recomputed:
             self._hooks.leave(self._unit)
 
     def _checkpointed(self) -> bool:
-        """Whether the model checkpoints the unit itself; said once."""
+        """Whether the model checkpoints the unit itself."""
         below = self._hooks.saved.below
         if below is None or getattr(below[0], "__module__", "") != _CHECKPOINT:
             return False
-        if not self._told:
-            self._told = True
-            self._on_kept(f"activations: {self._unit.name!r} is recomputed by the model's own checkpointing")
+        self._on_kept(f"activations: {self._unit.name!r} is recomputed by the model's own checkpointing")
         return True
 
     def _versions(self) -> list[tuple[str, int]]:
