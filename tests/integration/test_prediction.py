@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -125,12 +126,28 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_accuracy(case: str, daemon: Daemon) -> None:
-    make, loop, least = CASES[case]
+    check_accuracy(case, *CASES[case], daemon, optimizer_in_backward=False)
+
+
+def test_measuring_whether_updates_inside_backward_pay_costs_few_predictions(daemon: Daemon) -> None:
+    """By default a few steps are tried either way: where that changes, the order is another one."""
+    check_accuracy("trial", Blocks, one, 0.95, daemon, optimizer_in_backward=None)
+
+
+def check_accuracy(
+    case: str,
+    make: Callable[[], nn.Module],
+    loop: Loop,
+    least: float,
+    daemon: Daemon,
+    optimizer_in_backward: bool | None,
+) -> None:
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = batches(1)
-    with tiermem.attach(model, optimizer, dram=DRAM, endpoint=daemon.endpoint, job=case) as job:
+    options: dict[str, Any] = {"dram": DRAM, "endpoint": daemon.endpoint, "job": case}
+    with tiermem.attach(model, optimizer, **options, optimizer_in_backward=optimizer_in_backward) as job:
         for step in range(WARM_UP):
             loop(model, optimizer, data, step)
         before = job.stats()
