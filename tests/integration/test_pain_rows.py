@@ -22,6 +22,7 @@ import math
 import pickle
 import subprocess
 import sys
+import time
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -496,6 +497,9 @@ def test_row_35_frozen_weights_have_no_state_and_are_written_once(attach: Callab
     train(model, optimizer, data, 2)
     job.flush()
     first = job.stats()
+    deadline_s = time.monotonic() + 5  # the daemon may not have read yet that an old state was replaced
+    while first.bytes_by_kind["optim"] >= 2 * trainable + 4096 and time.monotonic() < deadline_s:
+        first = job.stats()
     assert first.bytes_by_kind["optim"] < 2 * trainable + 4096
     assert first.bytes_by_kind["grad"] < trainable + 4096
     train(model, optimizer, data, 4)
