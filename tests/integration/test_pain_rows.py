@@ -22,8 +22,8 @@ import math
 import pickle
 import subprocess
 import sys
-import time
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
