@@ -361,8 +361,7 @@ class JobStore:
             kinds: Counter[str] = Counter()
             dirty = 0
             for record in ledger.bundles.values():
-                if record.state is not State.DOOMED:  # discarded, but for the end of its transfer
-                    kinds[record.spec.kind.name.lower()] += record.spec.nbytes
+                kinds[record.spec.kind.name.lower()] += record.spec.nbytes
                 dirty += record.spec.nbytes if record.state in (State.DIRTY, State.WRITING) else 0
             leased = ledger.pins.leased()
             frames = self._dram.allocator
