@@ -13,10 +13,10 @@ MAX_TEXT = 1000
 
 
 class NoticeKind(enum.StrEnum):
-    """As they are called in metrics. All but the last are fallbacks: the result is the same, the way another.
+    """As they are called in metrics. All but the last two are fallbacks: the result is the same, the way another.
 
     COMPILED_ACROSS_UNITS: what torch.compile makes of the model is cut at the units, so results may differ in the last
-    bits.
+    bits. ACCUMULATION_ORDER: so may they where microbatches are added up in another order.
     """
 
     PAGE_MOVES = "page_moves"
@@ -29,11 +29,12 @@ class NoticeKind(enum.StrEnum):
     UPDATE_NOT_EARLY = "update_not_early"
     ACTIVATIONS_KEPT = "activations_kept"
     COMPILED_ACROSS_UNITS = "compiled_across_units"
+    ACCUMULATION_ORDER = "accumulation_order"
 
     @property
     def exact(self) -> bool:
         """Whether the result is bit for bit that of the plain script all the same."""
-        return self is not NoticeKind.COMPILED_ACROSS_UNITS
+        return self not in (NoticeKind.COMPILED_ACROSS_UNITS, NoticeKind.ACCUMULATION_ORDER)
 
 
 @dataclass(frozen=True, slots=True)

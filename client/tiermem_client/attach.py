@@ -316,7 +316,9 @@ def _hook(
         lambda unit: _leave(unit, guards, activations),
         Cuts(lambda text: _tell(job, NoticeKind.COMPILED_ACROSS_UNITS, text)),
     )
-    job.vertical = Vertical(hooks, job.storages.values())
+    job.vertical = Vertical(
+        job.model, hooks, job.storages.values(), lambda text: _tell(job, NoticeKind.ACCUMULATION_ORDER, text)
+    )
     copies = PrivateCopies(default_flash_directory(os.environ))
     job.undo.append(hooks.install(job.model, units))
     if activations is not None:

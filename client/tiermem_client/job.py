@@ -183,11 +183,15 @@ class Job:
         returned, in order. `optimizer.step()` and accelerate's `accumulate` stay outside.
 
         Losses and gradients are bit for bit those of `for batch in batches: body(batch)`, but for the order of summing
-        up in parameters that are used by more than one unit (tied weights). A forward that draws random numbers needs
-        `seeds`, one for each microbatch; the reference is that loop with `torch.manual_seed(seed)` before each body.
+        up in parameters that a microbatch uses more than once (tied weights), and where a body calls backward more than
+        once: `stats().inexact` and a warning say so. A forward that draws random numbers needs `seeds`, one for each
+        microbatch; the reference is that loop with `torch.manual_seed(seed)` before each body. What bodies do up to
+        their backward, they do with the last batch first.
 
-        Raises Unsupported (random numbers without seeds; gradients that are not zero; nested calls; create_graph),
-        InvalidArgument, and whatever a body raises. Then no gradient has changed, unless it came after backward.
+        Raises Unsupported (random numbers without seeds, or of Python or numpy; forwards that change buffers or
+        parameters, as batch statistics do, where the order matters; gradients that are not zero; nested calls;
+        create_graph), InvalidArgument, and whatever a body raises. Then no gradient has changed, unless it came after
+        backward; small buffers have their old values.
         """
         if self.vertical is None or not self.attached:
             raise Unsupported(f"job {self.name!r} has ended; accumulate needs an attached model")

@@ -18,17 +18,23 @@ from typing import Any, Protocol
 
 import greenlet
 import torch
+from torch import nn
 
 from tiermem.bundle import Mode
 from tiermem.errors import InvalidArgument, Unsupported
 from tiermem.plan import Phase
 from tiermem_client.grad_handles import GradHandle
+from tiermem_client.order_watch import OrderWatch, adds_up_several
 from tiermem_client.residency import Residency
 from tiermem_client.saved_tensors import SavedTensorHooks
 from tiermem_client.thread_state import ThreadState, rng_state, same_rng, set_rng_state
 from tiermem_client.units import ManagedStorage, Unit
 
 _START = (0, -1)
+_ORDER = (
+    "{}, and microbatches would do that in another order than one after the other; run these without accumulate, or "
+    "freeze it (eval() of such modules)"
+)
 _DRAWN = (
     "the forward draws random numbers (dropout), whose order among microbatches would be another one; give accumulate "
     "seeds=[...], one for each microbatch: the result is that of a loop that calls torch.manual_seed(seed) before each"
@@ -72,18 +78,26 @@ class _Microbatch:
     call: _BackwardCall | None = None
     called: bool = False
     result: Any = None
+    visited: list[Unit] = field(default_factory=list)
 
     def moved_to(self, unit: Unit, place: int) -> None:
         times, last = self.position
+        self.visited.append(unit)
         self.unit, self.position = unit, (times + (place <= last), place)
 
 
 @dataclass(slots=True, eq=False)
 class Vertical:
-    """Of one job. Nothing else may run the model meanwhile."""
+    """Of one job. Nothing else may run the model meanwhile. `on_inexact` is told once why results may differ from the
+    ordinary loop's in their last bits.
+    """
 
+    model: nn.Module
     hooks: Hooks
     storages: Iterable[ManagedStorage]
+    on_inexact: Callable[[str], None] = lambda text: None
+    _known: set[tuple[Unit, ...]] = field(default_factory=set)  # orders of units whose sums have been looked at
+    _told: bool = False
     _places: dict[Unit, int] = field(default_factory=dict)
     _current: _Microbatch | None = None
 
@@ -108,13 +122,16 @@ class Vertical:
                 torch.manual_seed(seed)
                 each.rng = rng_state()
             set_rng_state(outer_rng)
+        alone = len(micro) == 1  # then the order is the ordinary one
+        watch = None if alone else OrderWatch.begun(self.model)
+        own_rng = alone or seeds is not None
         try:
             with self._catching_backward():
-                self._run(micro, None if seeds is not None else outer_rng)
+                self._run(micro, watch, None if own_rng else outer_rng)
         except BaseException:
             set_rng_state(outer_rng)
             raise
-        if seeds is not None:
+        if own_rng:
             set_rng_state(micro[-1].rng)
         return [each.result for each in micro]
 
@@ -180,21 +197,24 @@ class Vertical:
 
     # -- scheduling
 
-    def _run(self, micro: list[_Microbatch], undrawn: tuple[torch.Tensor, ...] | None) -> None:
-        """`undrawn`: the random state that forwards must not change; None where each has its own."""
+    def _run(
+        self, micro: list[_Microbatch], watch: OrderWatch | None, undrawn: tuple[torch.Tensor, ...] | None
+    ) -> None:
+        """`watch`: what else forwards must not change. `undrawn`: the random state that they must not; None where each
+        has its own.
+        """
         try:
             while live := [m for m in micro if not m.run.dead]:
                 ready = [m for m in live if m.call is None]
                 if ready:
                     position = min(m.position for m in ready)
                     group = [m for m in reversed(ready) if m.position == position]
-                    with self._leased(group[0].unit):
-                        for each in group:
-                            self._resume(each, swap_rng=True)
-                            if undrawn is not None and not same_rng(each.rng, undrawn):
-                                raise Unsupported(_DRAWN)
+                    self._pass(group, undrawn)
+                    if watch is not None and (changes := watch.changes()):
+                        raise Unsupported(_ORDER.format(changes))
                 else:
                     self._backward(micro)
+                    watch = None  # what follows backward runs in the ordinary order
                     for each in live:
                         each.call = None
                         self._resume(each, swap_rng=undrawn is None)
@@ -203,12 +223,30 @@ class Vertical:
                             for other in live:
                                 other.rng = undrawn
             self._backward(micro)
-        except BaseException:
+        except BaseException as error:
             for each in micro:
-                if each.run and not each.run.dead:
-                    with contextlib.suppress(_Abandoned):
+                while each.run and not each.run.dead:  # a body may catch it, and enter a unit again
+                    try:
                         self._resume(each, swap_rng=False, error=_Abandoned("another microbatch has failed"))
+                    except _Abandoned:
+                        pass
+                    except Exception as other:  # noqa: BLE001 - told with the error that is raised
+                        error.add_note(f"another microbatch, ended because of this, raised {other!r}")
+            if watch is not None:
+                watch.put_back()
             raise
+
+    def _pass(self, group: list[_Microbatch], undrawn: tuple[torch.Tensor, ...] | None) -> None:
+        """Let microbatches pass the unit that they wait for."""
+        unit = group[0].unit
+        with self._leased(unit):
+            before = () if unit is None else tuple(p._version for p in unit.parameters)
+            for each in group:
+                self._resume(each, swap_rng=True)
+                if undrawn is not None and not same_rng(each.rng, undrawn):
+                    raise Unsupported(_DRAWN)
+            if unit is not None and len(group) > 1 and before != tuple(p._version for p in unit.parameters):
+                raise Unsupported(_ORDER.format(f"a parameter of {unit.name!r}, whose old values are lost, is changed"))
 
     def _resume(self, micro: _Microbatch, swap_rng: bool, error: Exception | None = None) -> None:
         """Let it go on until it parks or ends, with its own thread state."""
@@ -254,6 +292,7 @@ class Vertical:
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor | None] = []
         retain = False
+        again = any(each.called and each.call is not None for each in micro)
         for each in micro:
             call = each.call
             if call is None and each.run.dead and not each.called and _is_loss(each.result):
@@ -263,8 +302,24 @@ class Vertical:
                 roots += call.tensors
                 gradients += call.gradients
                 retain = retain or call.retain_graph
+        if roots and len(micro) > 1:
+            self._look_at_sums(micro, roots, again)
         if roots:
             torch.autograd.backward(roots, gradients, retain_graph=retain or None)
+
+    def _look_at_sums(self, micro: list[_Microbatch], roots: list[torch.Tensor], again: bool) -> None:
+        """Tell whether microbatches' contributions to a gradient are added up in another order than the loop's."""
+        order = tuple(micro[0].visited)
+        if self._told or (order in self._known and not again):
+            return
+        self._known.add(order)
+        if again or len(set(order)) < len(order) or adds_up_several(roots[:1]):
+            self._told = True
+            self.on_inexact(
+                "accumulate: a parameter is used more than once in a microbatch (a tied weight), or backward is called "
+                "more than once, so gradients are added up in another order than one microbatch after the other; "
+                "results may differ in their last bits"
+            )
 
 
 def _is_loss(result: Any) -> bool:

@@ -5,10 +5,12 @@ those of the ordinary loop.
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -34,6 +36,8 @@ class Seen:
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rng: torch.Tensor | None = None
+    inexact: tuple[str, ...] = ()
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     leases: list[int] = field(default_factory=list)
     moved: list[int] = field(default_factory=list)
 
@@ -105,6 +109,9 @@ class Loop:
                     leases, moved = (b - a for a, b in zip(before, _counts(job), strict=True))
                     seen.leases.append(leases)
                     seen.moved.append(moved)
+            if job is not None:
+                seen.inexact = job.stats().inexact
+        seen.buffers = {n: b.clone() for n, b in model.named_buffers()}
         seen.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
         seen.rng = torch.get_rng_state()
         return seen
@@ -122,13 +129,37 @@ def _counts(job: tiermem.Job) -> tuple[int, int]:
 
 
 def check_equal(mine: Seen, plain: Seen) -> None:
+    assert mine.inexact == ()
     assert mine.losses == plain.losses
-    for one, other in zip([*mine.grads, mine.weights], [*plain.grads, plain.weights], strict=True):
+    mine_all, plain_all = ([*seen.grads, seen.weights, seen.buffers] for seen in (mine, plain))
+    for one, other in zip(mine_all, plain_all, strict=True):
         assert one.keys() == other.keys()
         for name in one:
             assert torch.equal(one[name], other[name]), name
     assert mine.rng is not None and plain.rng is not None
     assert torch.equal(mine.rng, plain.rng)
+
+
+def refused(daemon: Daemon, loop: Loop, match: str) -> None:
+    with pytest.raises(Unsupported, match=match):
+        loop.run(daemon)
+
+
+@pytest.fixture
+def attached(daemon: Daemon) -> Iterator[tuple[BlockModel, torch.optim.Optimizer, tiermem.Job]]:
+    torch.manual_seed(5)
+    model = BlockModel(width=64, blocks=8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with tiermem.attach(model, optimizer, dram=3 * MIB, endpoint=daemon.endpoint) as job:
+        yield model, optimizer, job
+
+
+Attached = tuple[BlockModel, torch.optim.Optimizer, tiermem.Job]
+
+
+def _batches(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, VOCAB, (3, 10), generator=generator) for _ in range(number)]
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8])
@@ -188,6 +219,7 @@ def test_a_pass_without_gradients_inside_the_body(daemon: Daemon) -> None:
 
     loop = Loop(loss=loss, microbatches=3, verbatim=True)
     mine, plain = loop.run(daemon), loop.run()
+    assert len(mine.inexact) == 1
     assert mine.losses == plain.losses
     for name, weight in mine.weights.items():  # a unit that is used twice by a loss: the order of summing differs
         torch.testing.assert_close(weight, plain.weights[name], rtol=1e-3, atol=1e-4)
@@ -214,12 +246,98 @@ def test_a_weight_of_several_units_differs_in_the_order_of_summing_only(shared: 
     tied = shared == "embed.weight"
     loop = Loop(model=lambda: BlockModel(width=64, blocks=12, tied=tied, around=not tied), steps=1)
     mine, plain = loop.run(daemon), loop.run()
+    assert len(mine.inexact) == 1 and "tied weight" in mine.inexact[0]
     assert mine.losses == plain.losses
     for name, grad in mine.grads[0].items():
         if name == shared:
             torch.testing.assert_close(grad, plain.grads[0][name], rtol=1e-5, atol=1e-7)
         else:
             assert torch.equal(grad, plain.grads[0][name]), name
+
+
+def test_a_second_backward_of_a_body_is_said_to_be_inexact(daemon: Daemon) -> None:
+    def backward(loss: torch.Tensor) -> None:
+        (0.5 * loss).backward(retain_graph=True)
+        (0.5 * loss).backward()
+
+    assert len(Loop(verbatim=True, backward=backward).run(daemon).inexact) == 1
+    assert Loop(verbatim=True, backward=backward, microbatches=1).run(daemon).inexact == ()
+
+
+def _numpy_state() -> bytes:
+    state: Any = numpy.random.get_state()
+    return bytes(state[1].tobytes())
+
+
+class Counting(BlockModel):
+    """Every forward changes something that later ones depend on: the order of microbatches shows."""
+
+    mean: torch.Tensor
+
+    def __init__(self, what: str) -> None:
+        super().__init__(width=64, blocks=8)
+        self.what = what
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+            if self.what == "in place":
+                self.mean.lerp_(h.detach().mean((0, 1)), 0.5)
+            elif self.what == "anew":
+                self.mean = 0.5 * self.mean + h.detach().mean((0, 1))
+            elif self.what == "python":
+                h = h * (1 + random.random())
+            elif self.what == "numpy":
+                h = h * float(1 + numpy.random.rand())
+        return self.head(h + self.mean)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("what", ["in place", "anew", "python", "numpy"])
+def test_what_forwards_change_in_the_order_of_microbatches_is_refused_and_put_back(what: str, daemon: Daemon) -> None:
+    random.seed(3)
+    numpy.random.seed(3)
+    models: list[Counting] = []
+
+    def make() -> nn.Module:
+        models.append(Counting(what))
+        return models[-1]
+
+    before = random.getstate(), _numpy_state()
+    refused(daemon, Loop(model=make), "another order")
+    refused(daemon, Loop(model=make, seeds=True), "another order")
+    assert (random.getstate(), _numpy_state()) == before
+    for model in models:
+        assert torch.equal(model.mean, torch.zeros(64))
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("what", ["in place", "anew", "python", "numpy"])
+def test_one_microbatch_alone_may_change_anything(what: str, daemon: Daemon) -> None:
+    def seen(job: Daemon | None) -> Seen:
+        random.seed(3)
+        numpy.random.seed(3)
+        return Loop(model=lambda: Counting(what), microbatches=1, verbatim=True).run(job)
+
+    check_equal(seen(daemon), seen(None))
+
+
+def test_one_microbatch_alone_needs_no_seed(daemon: Daemon) -> None:
+    loop = Loop(model=lambda: BlockModel(width=64, blocks=8, dropout=0.3), microbatches=1, verbatim=True)
+    check_equal(loop.run(daemon), loop.run())
+
+
+def test_a_forward_that_changes_parameters_is_refused(attached: Attached) -> None:
+    model, _, job = attached
+
+    def shift(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.get_parameter("down.weight").mul_(1.5)
+
+    model.blocks[2].register_forward_pre_hook(shift)
+    with pytest.raises(Unsupported, match=r"parameter of 'blocks\.2'"):
+        job.accumulate(lambda batch: default_loss(model, batch), _batches(3))
 
 
 @pytest.mark.parametrize("options", [{"deferred": False}, {"optimizer_in_backward": False}, {}], ids=str)
@@ -267,30 +385,25 @@ def test_a_unit_is_leased_as_often_whatever_the_number_of_microbatches(daemon: D
 # -- refusals and errors
 
 
-def refused(daemon: Daemon, loop: Loop, match: str) -> None:
-    with pytest.raises(Unsupported, match=match):
-        loop.run(daemon)
-
-
 def test_random_numbers_need_seeds(daemon: Daemon) -> None:
     refused(daemon, Loop(model=lambda: BlockModel(width=64, blocks=8, dropout=0.3)), "seeds=")
 
 
-@pytest.fixture
-def attached(daemon: Daemon) -> Iterator[tuple[BlockModel, torch.optim.Optimizer, tiermem.Job]]:
-    torch.manual_seed(5)
-    model = BlockModel(width=64, blocks=8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    with tiermem.attach(model, optimizer, dram=3 * MIB, endpoint=daemon.endpoint) as job:
-        yield model, optimizer, job
+def test_an_error_before_backward_leaves_buffers_as_they_were(daemon: Daemon) -> None:
+    class Failing(Counting):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            self.mean.add_(1)
+            raise ArithmeticError("at once")
 
+    models: list[Failing] = []
 
-Attached = tuple[BlockModel, torch.optim.Optimizer, tiermem.Job]
+    def make() -> nn.Module:
+        models.append(Failing("nothing"))
+        return models[-1]
 
-
-def _batches(number: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(0, VOCAB, (3, 10), generator=generator) for _ in range(number)]
+    with pytest.raises(ArithmeticError):
+        Loop(model=make).run(daemon)
+    assert torch.equal(models[0].mean, torch.zeros(64))
 
 
 @pytest.mark.parametrize("error", [ArithmeticError("in one"), KeyboardInterrupt()], ids=repr)
@@ -325,6 +438,34 @@ def test_what_one_microbatch_raises_comes_out_and_nothing_is_left(
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         assert torch.equal(p.grad.clone(), q.grad)
+
+
+def test_a_body_that_catches_what_ends_it_is_ended_all_the_same(attached: Attached) -> None:
+    model, _, job = attached
+    calls = 0
+
+    def fails(module: nn.Module, args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ArithmeticError("the third")
+
+    def stubborn(batch: torch.Tensor) -> torch.Tensor:
+        try:
+            return default_loss(model, batch)
+        except ArithmeticError:
+            raise
+        except Exception as ending:
+            with contextlib.suppress(Exception):
+                return default_loss(model, batch)
+            raise ValueError("something else") from ending
+
+    handle = model.blocks[3].register_forward_pre_hook(fails)
+    with pytest.raises(ArithmeticError, match="the third") as raised:
+        job.accumulate(stubborn, _batches(4))
+    handle.remove()
+    assert any("something else" in note for note in raised.value.__notes__)
+    assert len(job.accumulate(lambda batch: default_loss(model, batch), _batches(4))) == 4
 
 
 def test_gradients_that_are_left_are_refused(attached: Attached) -> None:

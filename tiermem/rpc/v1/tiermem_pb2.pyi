@@ -36,6 +36,7 @@ class NoticeKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     NOTICE_KIND_UPDATE_BARRIER: _ClassVar[NoticeKind]
     NOTICE_KIND_UPDATE_NOT_EARLY: _ClassVar[NoticeKind]
     NOTICE_KIND_ACTIVATIONS_KEPT: _ClassVar[NoticeKind]
+    NOTICE_KIND_ACCUMULATION_ORDER: _ClassVar[NoticeKind]
 
 class DeviceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -71,6 +72,7 @@ NOTICE_KIND_PAGEABLE_COPIES: NoticeKind
 NOTICE_KIND_UPDATE_BARRIER: NoticeKind
 NOTICE_KIND_UPDATE_NOT_EARLY: NoticeKind
 NOTICE_KIND_ACTIVATIONS_KEPT: NoticeKind
+NOTICE_KIND_ACCUMULATION_ORDER: NoticeKind
 DEVICE_KIND_UNSPECIFIED: DeviceKind
 DEVICE_KIND_EMULATED: DeviceKind
 DEVICE_KIND_CUDA: DeviceKind
