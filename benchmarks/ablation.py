@@ -7,18 +7,17 @@ The plain script and a variant take turns in bursts of steps (`bursts.py`).
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.bursts import PLAIN, started, take_turns
+from benchmarks.bursts import PLAIN, add_burst_arguments, started, take_turns
+from benchmarks.disk import parent_of
 from benchmarks.load import OtherLoad
 from benchmarks.oversubscribed import LEARNED, WARM_UP, command_of, medians
 from benchmarks.report import Machine, Report, Row
 from benchmarks.shapes import SHAPES
 from tiermem.units import MIB
-from tiermem_client.embedded import default_flash_directory
 
 TITLE = "what each way of updating and of placing is worth, alone and together"
 WAYS = ("barrier", "deferred", "optimistic", "opted in")
@@ -32,14 +31,7 @@ POLICIES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="134M", help="(default 134M)")
     parser.add_argument("--budget", type=float, default=0.25, help="a fraction of the state (default 0.25)")
-    parser.add_argument("--bursts", type=int, default=2, help="of each variant (default 2)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a burst, the first not counted (default 3)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch's (default: cores)")
-    parser.add_argument("--flash", type=Path, metavar="DIR", help="on the disk to use (default: as tiermem chooses)")
-    parser.add_argument(
-        "--time-limit", type=float, default=1140.0, metavar="S", help="what has not begun by then is a row (1140)"
-    )
-    parser.add_argument("--full", action="store_true", help="three bursts, no time limit")
+    add_burst_arguments(parser, bursts=2, steps=3, time_limit_s=1140, full="three bursts, no time limit")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -50,8 +42,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.full:
         args.time_limit, args.bursts = float("inf"), max(3, args.bursts)
     shape, end_s = SHAPES[args.shape], time.monotonic() + args.time_limit
-    parent = (args.flash or default_flash_directory(os.environ)).resolve()
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = parent_of(args.flash)
     common = ["--shape", shape.name, "--threads", str(args.threads)]
     dram = f"{int(args.budget * shape.state_bytes) // MIB}MiB"
     rows: list[Row] = []

@@ -7,6 +7,7 @@ while others ran is used up in it), and then its disk rests: it is stopped betwe
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -27,6 +28,27 @@ from tiermem.planner.recorded import Traffic
 
 PLAIN = "plain"
 CHILD = "benchmarks.burst_child"
+
+
+def add_burst_arguments(
+    parser: argparse.ArgumentParser, bursts: int, steps: int, time_limit_s: float, full: str
+) -> None:
+    """Options of every benchmark that takes turns in bursts. `full`: what `--full` does."""
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--bursts", type=int, default=bursts, help=f"of each variant (default {bursts})")
+    parser.add_argument(
+        "--steps", type=int, default=steps, help=f"steps of a burst, the first not counted (default {steps})"
+    )
+    parser.add_argument("--threads", type=int, default=cores, help="torch's (default: as many as cores)")
+    parser.add_argument("--flash", type=Path, metavar="DIR", help="on the disk to use (default: as tiermem chooses)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=time_limit_s,
+        metavar="S",
+        help=f"what has not begun by then is a row (default {time_limit_s:g})",
+    )
+    parser.add_argument("--full", action="store_true", help=full)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,19 @@ import xxhash
 
 from tiermem.planner.bounds import DiskRates
 from tiermem.units import GIB, MIB
+from tiermem_client.embedded import default_flash_directory
 
 CHUNK_BYTES = 16 * MIB
 READERS, WRITERS = 4, 2  # as many as the mover lets at one directory
+
+
+def parent_of(flash: Path | None) -> Path:
+    """The directory below which a benchmark puts its files: the one that was asked for, or tiermem's own choice. It is
+    made.
+    """
+    parent = (flash or default_flash_directory(os.environ)).resolve()
+    parent.mkdir(parents=True, exist_ok=True)
+    return parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -19,12 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.disk import Bandwidth, measure_bandwidth
+from benchmarks.disk import Bandwidth, measure_bandwidth, parent_of
 from benchmarks.load import OtherLoad
 from benchmarks.report import Machine, Report, Row
 from tiermem.stats import Link
 from tiermem.units import format_size
-from tiermem_client.embedded import default_flash_directory
 
 TITLE = "step time of the example: plain, all in DRAM, and a fraction of it in DRAM"
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "finetune_smollm2.py"
@@ -77,8 +75,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.steps < 2 or args.rounds < 1:
         raise SystemExit("give --steps 2 or more (the first is dropped) and --rounds 1 or more")
     machine = Machine.here()
-    parent = args.flash or default_flash_directory(os.environ)
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = parent_of(args.flash)
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent) as folder:
         disk = measure_bandwidth(Path(folder))
         variants = _measure(args, Path(folder))

@@ -17,15 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.bursts import PLAIN, Burster, Recorded, started, take_turns
-from benchmarks.disk import digest_rate, measure_rates
+from benchmarks.bursts import PLAIN, Burster, Recorded, add_burst_arguments, started, take_turns
+from benchmarks.disk import digest_rate, measure_rates, parent_of
 from benchmarks.load import OtherLoad
 from benchmarks.report import Machine, Report, Row
 from benchmarks.shapes import SHAPES, Shape
 from tiermem.planner.bounds import DiskRates, PhaseWork, phase_bound_s, resource_bound_s
 from tiermem.planner.recorded import Traffic, compute_by_phase
 from tiermem.units import MIB, format_size
-from tiermem_client.embedded import default_flash_directory
 
 TITLE = "step time and bytes of models that do not fit into DRAM, beside what the hardware allows"
 TARGET = 0.90
@@ -40,14 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget", type=float, action="append", help="a fraction of the state; may be repeated (default .5 .25)"
     )
     parser.add_argument("--way", action="append", choices=WAYS, help="may be repeated (default: all)")
-    parser.add_argument("--bursts", type=int, default=2, help="of each variant (default 2)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a burst, the first not counted (default 3)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch's (default: cores)")
-    parser.add_argument("--flash", type=Path, metavar="DIR", help="on the disk to use (default: as tiermem chooses)")
-    parser.add_argument(
-        "--time-limit", type=float, default=1140.0, metavar="S", help="what has not begun by then is a row (1140)"
+    add_burst_arguments(
+        parser, bursts=2, steps=3, time_limit_s=1140, full="an eighth of the state too, three bursts, no time limit"
     )
-    parser.add_argument("--full", action="store_true", help="an eighth of the state too, three bursts, no time limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +77,7 @@ def run(args: argparse.Namespace) -> Report:
     machine = Machine.here()
     if args.full:
         args.time_limit, args.bursts = float("inf"), max(3, args.bursts)
-    parent = (args.flash or default_flash_directory(os.environ)).resolve()
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = parent_of(args.flash)
     end_s = time.monotonic() + args.time_limit
     measured: list[Measured] = []
     with OtherLoad() as other, tempfile.TemporaryDirectory(prefix="benchmark-", dir=parent) as folder:

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.disk import parent_of
 from benchmarks.load import OtherLoad
 from benchmarks.paced import ROOT
 from benchmarks.report import Machine, Report, Row
 from tiermem.units import MIB, format_size
-from tiermem_client.embedded import default_flash_directory
 
 TITLE = "bytes, reuse and stalls of LRU, LRU with lookahead, and Belady at fractions of the state"
 TARGET = 1.0
@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.steps < 1 or args.threads < 1 or any(not 0 < budget < 1 for budget in args.budget or ()):
         raise SystemExit("give --steps 1 or more, --threads 1 or more, and --budget between 0 and 1")
     machine, budgets = Machine.here(), args.budget or [0.25, 0.5, 0.75]
-    parent = (args.flash or default_flash_directory(os.environ)).resolve()
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = parent_of(args.flash)
     deadline_s = time.monotonic() + args.time_limit
     rows: list[Row] = []
     ratios, losses = [], None

@@ -7,19 +7,17 @@ The plain script and a variant take turns in bursts of steps (`bursts.py`).
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.bursts import PLAIN, started, take_turns
-from benchmarks.disk import digest_rate, measure_rates
+from benchmarks.bursts import PLAIN, add_burst_arguments, started, take_turns
+from benchmarks.disk import digest_rate, measure_rates, parent_of
 from benchmarks.load import OtherLoad
 from benchmarks.oversubscribed import LEARNED, bounds_of, command_of, disk_note, medians
 from benchmarks.report import Machine, Report, Row
 from benchmarks.shapes import SHAPES
 from tiermem.units import MIB
-from tiermem_client.embedded import default_flash_directory
 
 TITLE = "gradient accumulation unit by unit: step time and bytes for 1 to 16 microbatches"
 TARGET = 0.88
@@ -41,14 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches", type=int, action="append", help="may be repeated; the figure is the last's (default 1 4 8)"
     )
-    parser.add_argument("--bursts", type=int, default=1, help="of each variant (default 1)")
-    parser.add_argument("--steps", type=int, default=3, help="steps of a burst, the first not counted (default 3)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="torch's (default: cores)")
-    parser.add_argument("--flash", type=Path, metavar="DIR", help="on the disk to use (default: as tiermem chooses)")
-    parser.add_argument(
-        "--time-limit", type=float, default=1080.0, metavar="S", help="what has not begun by then is a row (1080)"
+    add_burst_arguments(
+        parser, bursts=1, steps=3, time_limit_s=1080, full="1 2 4 8 16 microbatches, two bursts, no time limit"
     )
-    parser.add_argument("--full", action="store_true", help="1 2 4 8 16 microbatches, two bursts, no time limit")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -60,8 +53,7 @@ def run(args: argparse.Namespace) -> Report:
         args.time_limit, args.bursts = float("inf"), max(2, args.bursts)
     counts = args.microbatches or ([1, 2, 4, 16, SHOWN] if args.full else [1, 4, SHOWN])
     shape, end_s, digests = SHAPES[args.shape], time.monotonic() + args.time_limit, digest_rate()
-    parent = (args.flash or default_flash_directory(os.environ)).resolve()
-    parent.mkdir(parents=True, exist_ok=True)
+    parent = parent_of(args.flash)
     dram = f"{int(args.budget * shape.state_bytes) // MIB}MiB"
     rows: list[Row] = []
     figures: dict[int, float] = {}
