@@ -129,6 +129,14 @@ def batches(seed: int) -> Iterator[torch.Tensor]:
         yield torch.randint(0, VOCAB, (3, 10), generator=generator)
 
 
+def stats_of_equal_runs(script: Script, endpoint: str) -> tiermem.TrainerStats:
+    """Equal with and without tiermem; what the job has counted."""
+    seen = run(script, attached=True, endpoint=endpoint)
+    assert compare(run(script, attached=False), seen) == []
+    assert seen.stats is not None
+    return seen.stats
+
+
 def run(script: Script, attached: bool, flash: str = "", endpoint: str = "embedded") -> Seen:
     """The same script, with or without the one line. `flash`: a directory for an embedded daemon, else unused."""
     training = begin(script if attached else dataclasses.replace(script, made_on=""))

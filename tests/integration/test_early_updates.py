@@ -15,7 +15,16 @@ from torch import nn
 
 import tiermem
 from tests.integration.daemon_process import Daemon, serve
-from tests.integration.scripts import BlockModel, Script, begin, compare, default_loss, managed, run
+from tests.integration.scripts import (
+    BlockModel,
+    Script,
+    begin,
+    compare,
+    default_loss,
+    managed,
+    run,
+    stats_of_equal_runs,
+)
 from tiermem.errors import InvalidArgument, Unsupported
 from tiermem.units import MIB
 from tiermem_client.rhythm import PROBES
@@ -54,11 +63,7 @@ def blocks(act: Act | None = None, make: Make | None = None, **fields: Any) -> S
 
 
 def seen_of(script: Script, daemon: Daemon) -> tiermem.TrainerStats:
-    """Equal with and without tiermem; what the job has counted."""
-    seen = run(script, attached=True, endpoint=daemon.endpoint)
-    assert compare(run(script, attached=False), seen) == []
-    assert seen.stats is not None
-    return seen.stats
+    return stats_of_equal_runs(script, daemon.endpoint)
 
 
 # -- confirmed

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import tiermem
 from tests.integration.daemon_process import Daemon, serve
-from tests.integration.scripts import BlockModel, Script, begin, compare, managed, run
+from tests.integration.scripts import BlockModel, Script, begin, managed, stats_of_equal_runs
 from tiermem.units import MIB
 
 STEPS = 7
@@ -35,11 +35,7 @@ def blocks(clip: Clip | None, **fields: Any) -> Script:
 
 
 def seen_of(script: Script, daemon: Daemon) -> tiermem.TrainerStats:
-    """Equal with and without tiermem; what the job has counted."""
-    seen = run(script, attached=True, endpoint=daemon.endpoint)
-    assert compare(run(script, attached=False), seen) == []
-    assert seen.stats is not None
-    return seen.stats
+    return stats_of_equal_runs(script, daemon.endpoint)
 
 
 def grads(model: nn.Module) -> list[torch.Tensor]:
