@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.bursts import PLAIN, add_burst_arguments, started, take_turns
 from benchmarks.disk import digest_rate, measure_rates, parent_of
 from benchmarks.load import OtherLoad
-from benchmarks.oversubscribed import LEARNED, bounds_of, command_of, disk_note, medians
+from benchmarks.oversubscribed import LEARNED, beaten, bounds_of, command_of, disk_note, medians
 from benchmarks.report import Machine, Report, Row
 from benchmarks.shapes import SHAPES
 from tiermem.units import MIB
@@ -106,6 +106,7 @@ def run(args: argparse.Namespace) -> Report:
             f"{dram} of DRAM, updates deferred; plain, resource: the plain step and the resource bound over the step",
             "unit by unit there are the activations of all microbatches at once, in the script's memory or offloaded",
             "every loss was equal to the plain run's",
+            *beaten(rows),
             f"other processes kept {other.cores:.1f} cores busy (the trainers and daemons of the runs are in it)",
         ),
     )

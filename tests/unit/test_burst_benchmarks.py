@@ -9,7 +9,7 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.bursts import Recorded
 from benchmarks.disk import digest_rate
-from benchmarks.oversubscribed import Case, Measured, _row, bounds_of, command_of
+from benchmarks.oversubscribed import Case, Measured, _row, beaten, bounds_of, command_of
 from benchmarks.shapes import SHAPES, batches, build
 from tiermem.planner.bounds import DiskRates
 from tiermem.planner.recorded import Traffic
@@ -51,6 +51,13 @@ def test_what_there_was_no_time_for_is_a_row_that_says_so() -> None:
     whole = _row(Measured(case, 1.0, PLAIN, dict.fromkeys(names, 1.0), Recorded({}, {})), DISK, 1.0)
     assert row["note"] == "not within the time limit"
     assert list(row) == list(whole)
+
+
+def test_a_step_that_beats_its_bound_is_said_to() -> None:
+    rows: list[dict[str, object]] = [{"resource": 0.5}, {"resource": None}]
+    assert beaten(rows) == []
+    [note] = beaten([*rows, {"resource": 1.25}])
+    assert "NOT A BOUND" in note and "1.25" in note
 
 
 def test_the_command_gives_the_same_again_without_directories() -> None:
