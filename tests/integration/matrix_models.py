@@ -256,7 +256,7 @@ MODELS = {
     "GPT-2 dropout": Model(gpt2),
     "ViT": Model(vit, vit_loss),
     "encoder": Model(encoder, masked_loss),
-    "random experts": Model(RandomExperts),
+    "random experts": Model(RandomExperts, dram="1536KiB"),  # with Adafactor just over 2 MiB
     "GRU and convolution": Model(Recurrent),
     "no ModuleList": Model(NoModuleList),
     "LoRA": Model(lora, dram="1MiB"),  # little of it has gradients and state
